@@ -1,0 +1,65 @@
+"""What was captured, from which target, how.  Its hash travels with samples, checkpoints and reports, so that data of
+one target can never train or judge a drafter of another unseen (pitfalls L1, L3, A3)."""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+
+from common.capture import FINAL_RULE, TAP_RULE
+from common.errors import CorruptError
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExtractionContract:
+    target: str                     # name as its owner knows it
+    weights: str                    # fingerprint of the target's weights (sha256 hex)
+    tokenizer: str                  # sha256 hex of the tokenizer
+    chat_template: str              # sha256 hex of the template; "" where the target has none
+    thinking: bool | None           # template's thinking switch; None where it knows none
+    taps: tuple[int, ...]
+    n_layers: int
+    hidden_size: int
+    vocab_size: int                 # rows of the embedding, not the tokenizer's length
+    mask_token_id: int              # a row the target never emits (pitfall C4)
+    dtype: str                      # the target's compute dtype; captures travel as bf16 whatever it is
+    delta_rule: str                 # which kernel ran Gated DeltaNet layers; "" on dense targets
+    versions: dict[str, str]        # libraries whose change may change a bit
+    tap_rule: str = TAP_RULE
+    final_rule: str = FINAL_RULE
+
+    def to_dict(self) -> dict:
+        return dataclasses.asdict(self) | {"taps": list(self.taps)}
+
+    @classmethod
+    def from_dict(cls, data: dict) -> ExtractionContract:
+        """Strict: a missing, extra or ill-typed field is named in a CorruptError."""
+        names = {f.name for f in dataclasses.fields(cls)}
+        if not isinstance(data, dict) or set(data) != names:
+            got = set(data) if isinstance(data, dict) else set()
+            raise CorruptError(f"contract: fields missing {sorted(names - got)}, unknown {sorted(map(str, got - names))}")
+        typed = {"taps": list, "versions": dict, "n_layers": int, "hidden_size": int, "vocab_size": int, "mask_token_id": int,
+                 "thinking": (bool, type(None))}
+        for name in names:
+            if not isinstance(data[name], typed.get(name, str)):
+                raise CorruptError(f"contract: {name} is a {type(data[name]).__name__}")
+        if not data["taps"] or not all(type(t) is int for t in data["taps"]):
+            raise CorruptError("contract: taps must be a list of integers")
+        return cls(**(data | {"taps": tuple(data["taps"])}))
+
+    @property
+    def hash(self) -> str:
+        """sha256 hex of the canonical JSON."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def differences(ours: ExtractionContract, theirs: ExtractionContract) -> list[str]:
+    """'field: ours -> theirs' for each field that differs; [] when equal."""
+    a, b = ours.to_dict(), theirs.to_dict()
+    return [f"{name}: {_short(a[name])} -> {_short(b[name])}" for name in a if a[name] != b[name]]
+
+
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:24] + "..." + text[-8:]

@@ -1,0 +1,33 @@
+"""Who is at fault, and what happens next.
+
+    HsdraftError
+    |-- UserError        the person at this keyboard: one line that says what to do, exit code 2
+    |-- PeerError        the other end of the cable: the link is dropped and logged, the daemon goes on
+    |   `-- CorruptError bytes that do not say what they claim (a frame, a stored sample, a checkpoint)
+    `-- CaptureError     the target gave hidden states that cannot be right: never streamed, counted, named
+
+Anything else is a bug of ours and stops the process loudly with a traceback.
+"""
+from __future__ import annotations
+
+EXIT_USER = 2
+
+
+class HsdraftError(Exception):
+    """Root of everything this project raises on purpose."""
+
+
+class UserError(HsdraftError):
+    """Something the person can mend; str(error) is one line that says what and how."""
+
+
+class PeerError(HsdraftError):
+    """The other end broke the protocol, or refuses us."""
+
+
+class CorruptError(PeerError):
+    """Bytes whose length, checksum or structure is wrong."""
+
+
+class CaptureError(HsdraftError):
+    """A capture with an impossible layer or row, named in the message."""

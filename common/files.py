@@ -1,0 +1,50 @@
+"""Files that are whole or absent: temporary name in the same folder, fsync, rename, fsync of the folder."""
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+
+def fsync_dir(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_whole(path: Path, parts: bytes | Iterable[bytes | memoryview]) -> None:
+    """Durable once this returns.  A failure (a full disk) leaves no temporary file behind and raises."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for part in [parts] if isinstance(parts, bytes) else parts:
+                file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    fsync_dir(path.parent)
+
+
+def publish_folder(temporary: Path, final: Path) -> None:
+    """Make a finished temporary folder appear under its name at once and durably; an older one is replaced."""
+    for path in temporary.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+    fsync_dir(temporary)
+    if final.exists():
+        shutil.rmtree(final)
+    temporary.rename(final)
+    fsync_dir(final.parent)
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,54 @@
+"""Rows of measured values, one JSON object a line, appended and flushed: what report and status read back.
+
+TensorBoard gets the same rows where it is installed; nothing else here knows it."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+class Metrics:
+    """Append-only JSONL.  A row is {"kind": ..., name: value, ...}; units are part of the name (seconds, tokens)."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+        self._file = path.open("a", encoding="utf-8")
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+            self._board = SummaryWriter(str(path.parent / "tensorboard"))
+        except ImportError:
+            self._board = None
+
+    def write(self, kind: str, step: int, **values: object) -> None:
+        self._file.write(json.dumps({"kind": kind, "step": step} | values) + "\n")
+        self._file.flush()
+        if self._board:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board:
+            self._board.close()
+
+
+def cut_torn_line(path: Path) -> None:
+    """A kill can leave half a last line: cut it, so that the next row does not grow out of it."""
+    if path.exists() and (data := path.read_bytes()) and not data.endswith(b"\n"):
+        path.write_bytes(data[:data.rfind(b"\n") + 1])
+
+
+def read(path: Path, kind: str | None = None) -> list[dict]:
+    """Whole rows, in order; after a resume the later row of the same kind and step stands (the steps were redone)."""
+    rows: dict[tuple, dict] = {}
+    if path.exists():
+        for line in path.read_text("utf-8").splitlines():
+            try:
+                row = json.loads(line)
+            except ValueError:
+                continue                                             # the torn last line of a live file
+            if kind in (None, row["kind"]):
+                rows[row["kind"], row["step"]] = row
+    return list(rows.values())

@@ -1,0 +1,58 @@
+"""A daemon's life: signals set a flag, systemd is told, faults become exit codes.  No daemon logic here."""
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+
+from common.errors import EXIT_USER, UserError
+
+log = logging.getLogger("service")
+
+
+class Stop:
+    """Set by the first SIGINT or SIGTERM; a second one ends the process at once, as uvicorn does."""
+
+    def __init__(self) -> None:
+        self._event = threading.Event()
+
+    def __bool__(self) -> bool:
+        return self._event.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        return self._event.wait(seconds)
+
+    def set(self) -> None:
+        self._event.set()
+
+    def on_signals(self) -> None:
+        def handle(number: int, _frame: object) -> None:
+            if self:
+                os._exit(128 + number)
+            log.info("%s: finishing what is in hand; once more to stop at once", signal.Signals(number).name)
+            self.set()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, handle)
+
+
+def notify(**fields: str) -> None:
+    """sd_notify(3): READY=1, STATUS=..., WATCHDOG=1, STOPPING=1; nothing happens outside systemd."""
+    address = os.environ.get("NOTIFY_SOCKET")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
+        sock.connect("\0" + address[1:] if address.startswith("@") else address)
+        sock.sendall("\n".join(f"{k}={v}" for k, v in fields.items()).encode())
+
+
+def run(main: Callable[[], None]) -> None:
+    """Call main; a UserError is one line on stderr and exit code 2, anything else keeps its traceback."""
+    try:
+        main()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(EXIT_USER)
