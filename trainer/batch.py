@@ -1,0 +1,120 @@
+"""From stored samples to the tensors of one training step.
+
+Captures are decoded here, and here each is checked once with the head that this box holds: the head on the final state
+must give the token that the producer's head gave (pitfall L3: normed twice, or never; another head)."""
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.capture import Capture
+from common.drafter import geometry
+from common.drafter.config import DrafterConfig
+from common.errors import CaptureError
+from protocol import codec
+from protocol.store import SampleStore
+
+PROBE_MARGIN = 2 ** -6   # relative: two heads in different precision may swap tokens whose logits differ by less
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """b sequences padded to S rows, N anchors each, blocks of B slots."""
+
+    taps: Tensor          # (b, S, K*H) bf16
+    anchors: Tensor       # (b, N) int64, -1 where a sequence had fewer
+    inputs: Tensor        # (b, N, B) int64: known token at slot 0, mask id behind it
+    labels: Tensor        # (b, N, B) int64
+    supervised: Tensor    # (b, N, B) bool
+    tokens: int           # rows of all sequences, padding not counted
+    cut: int              # rows left out because a sequence was longer than the limit
+
+    def to(self, device: torch.device) -> Batch:
+        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
+        return Batch(**moved, tokens=self.tokens, cut=self.cut)
+
+
+def bf16(bits: np.ndarray) -> Tensor:
+    """bf16 bits in uint16 -> torch.bfloat16, no copy."""
+    return torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16)
+
+
+def concat_taps(taps: np.ndarray) -> Tensor:
+    """(K, T, H) uint16 -> (T, K*H) bf16: row t holds token t's taps side by side in the order listed, as fc reads them."""
+    return bf16(np.ascontiguousarray(taps.transpose(1, 0, 2))).flatten(1)
+
+
+def make_batch(captures: list[Capture], config: DrafterConfig, *, anchors: int, max_tokens: int,
+               generator: torch.Generator) -> Batch:
+    """Anchors are drawn sequence by sequence from `generator` (CPU), up to `anchors` each, without replacement."""
+    block, drawn, cut = config.block_size, [], 0
+    lengths = [min(c.tokens, max_tokens) for c in captures]
+    for capture, length in zip(captures, lengths):
+        cut += capture.tokens - length
+        valid = geometry.valid_anchors(torch.from_numpy(capture.loss_mask[:length]))
+        drawn.append(geometry.draw_anchors(valid, anchors, generator))
+    most = max(1, max(len(a) for a in drawn))
+    taps = torch.zeros(len(captures), max(lengths), len(config.taps) * config.hidden_size, dtype=torch.bfloat16)
+    where = torch.full((len(captures), most), -1, dtype=torch.int64)
+    inputs, labels, supervised = [], [], []
+    for i, (capture, length, mine) in enumerate(zip(captures, lengths, drawn)):
+        taps[i, :length] = concat_taps(capture.taps[:, :length])
+        where[i, :len(mine)] = mine
+        ids = torch.from_numpy(capture.ids[:length]).long()
+        mask = torch.from_numpy(capture.loss_mask[:length])
+        inputs.append(geometry.block_inputs(ids, where[i], block, config.mask_token_id))
+        label, keep = geometry.block_labels(ids, mask, where[i], block)
+        labels.append(label)
+        supervised.append(keep)
+    return Batch(taps=taps, anchors=where, inputs=torch.stack(inputs), labels=torch.stack(labels),
+                 supervised=torch.stack(supervised), tokens=sum(lengths), cut=cut)
+
+
+def check_probes(capture: Capture, head: Tensor) -> None:
+    """head (V, H).  Raises CaptureError naming the first row where this box's head disagrees with the producer's."""
+    rows = capture.probe_rows
+    logits = bf16(capture.final[rows]).to(head.device, torch.float32) @ head.float().T if len(rows) else torch.zeros(0, 1)
+    for row, token, values in zip(rows.tolist(), capture.probe_tokens.tolist(), logits):
+        best = values.max()
+        if best - values[token] > PROBE_MARGIN * best.abs():
+            raise CaptureError(f"row {row}: lm_head on the final state gives token {int(values.argmax())}, the producer's gave "
+                               f"{token}; the final state or the head is not what the contract says")
+
+
+class Samples:
+    """Decoded captures of a store, the last `keep_bytes` of them in memory; index 0 is the store's first sample."""
+
+    def __init__(self, store: SampleStore, head: Tensor, *, contract: str, mask_token_id: int, keep_bytes: int = 2 << 30) -> None:
+        self._store, self._head, self._contract, self._mask = store, head, contract, mask_token_id
+        self._kept: OrderedDict[int, Capture] = OrderedDict()
+        self._held, self._keep = 0, keep_bytes
+        self._checked: set[int] = set()
+
+    def __len__(self) -> int:
+        return self._store.next - self._store.first
+
+    def __getitem__(self, index: int) -> Capture:
+        if index in self._kept:
+            self._kept.move_to_end(index)
+            return self._kept[index]
+        seq = self._store.first + index
+        sample = codec.decode(self._store.read(seq))
+        if sample.contract != self._contract:
+            raise CaptureError(f"sample {seq} was captured under another contract ({sample.contract[:12]})")
+        if index not in self._checked:
+            try:
+                if (sample.capture.ids == self._mask).any():
+                    raise CaptureError(f"the mask token {self._mask} is in its text")
+                check_probes(sample.capture, self._head)
+            except CaptureError as error:
+                raise CaptureError(f"sample {seq}: {error}") from None
+            self._checked.add(index)
+        self._kept[index] = sample.capture
+        self._held += sample.capture.taps.nbytes
+        while self._held > self._keep and len(self._kept) > 1:
+            self._held -= self._kept.popitem(last=False)[1].taps.nbytes
+        return sample.capture

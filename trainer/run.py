@@ -1,0 +1,103 @@
+"""A run: one arm, one seed, one store, in a folder that says so.  Opening the folder again resumes it bit for bit.
+
+    run.json       what the run is (arm, seed, contract, code); a folder of another run is refused by field
+    closed.json    number of samples in the stream once it ended, written before it is used (see order.py)
+    metrics.jsonl  rows of measured values
+    resume/        fp32 masters, optimizer state, position; replaced whole
+    checkpoints/   drafters in the released format, one folder a step
+
+Randomness comes from (seed, step) alone, so there is no generator state to save.
+"""
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from common import files
+from common.drafter import checkpoint
+from common.drafter.config import DrafterConfig
+from common.drafter.model import Drafter
+from common.errors import UserError
+from common.metrics import Metrics
+from trainer import optim
+
+
+class Run:
+    """drafter (fp32, on device), optimizer, step (done so far), tokens (trained on so far, re-reads included)."""
+
+    def __init__(self, folder: Path, identity: dict, config: DrafterConfig, *, seed: int, device: torch.device) -> None:
+        """identity: what makes this run this run; compared field by field with an existing folder (UserError)."""
+        self.folder, self.identity, self.config, self.seed = folder, identity, config, seed
+        folder.mkdir(parents=True, exist_ok=True)
+        _claim(folder, identity)
+        self.drafter = Drafter(config, generator=torch.Generator().manual_seed(seed)).to(device)
+        self.optimizer = optim.adamw(self.drafter, lr=0.0)
+        self.step = self.tokens = 0
+        self.closed: int | None = _read(folder / "closed.json").get("samples")
+        self.resumed = self._load()
+        self.metrics = Metrics(folder / "metrics.jsonl")
+
+    def generator(self) -> torch.Generator:
+        """For the step that comes next; equal for every arm with this seed."""
+        return torch.Generator().manual_seed((self.seed << 32) + self.step)
+
+    def close_stream(self, samples: int) -> None:
+        files.write_whole(self.folder / "closed.json", json.dumps({"samples": samples}).encode())
+        self.closed = samples
+
+    def save(self) -> Path:
+        """A checkpoint folder in the released format, and the state to resume from; durable on return."""
+        self.drafter.eval()
+        folder = self.folder / "checkpoints" / f"step-{self.step:08d}"
+        folder.parent.mkdir(exist_ok=True)
+        checkpoint.save(folder, self.drafter, self.identity | {"step": self.step, "tokens": self.tokens})
+        self.drafter.train()
+        temporary = self.folder / ".resume.tmp"
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        tensors = {k: v.contiguous().cpu() for k, v in optim.state_tensors(self.drafter, self.optimizer).items()}
+        save_file(tensors, temporary / "state.safetensors", metadata={"step": str(self.step), "tokens": str(self.tokens)})
+        self._publish_resume(temporary)
+        return folder
+
+    def _publish_resume(self, temporary: Path) -> None:
+        """A new folder beside the old, then a rename each: a kill in between leaves one whole state (see _load)."""
+        current, older = self.folder / "resume", self.folder / "resume.old"
+        shutil.rmtree(older, ignore_errors=True)
+        if current.exists():
+            current.rename(older)
+        files.publish_folder(temporary, current)
+        shutil.rmtree(older, ignore_errors=True)
+
+    def _load(self) -> bool:
+        for folder in (self.folder / "resume", self.folder / "resume.old"):
+            path = folder / "state.safetensors"
+            if path.exists():
+                with safe_open(path, "pt") as file:
+                    tensors = {name: file.get_tensor(name) for name in file.keys()}
+                    self.step, self.tokens = (int(file.metadata()[k]) for k in ("step", "tokens"))
+                optim.load_state_tensors(self.drafter, self.optimizer, tensors)
+                return True
+        return False
+
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.folder / "checkpoints").glob("step-*"))
+
+
+def _read(path: Path) -> dict:
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def _claim(folder: Path, identity: dict) -> None:
+    path = folder / "run.json"
+    if not path.exists():
+        files.write_whole(path, json.dumps(identity, indent=1).encode())
+        return
+    there = _read(path)
+    if wrong := [f"{k}: {there.get(k)} -> {identity.get(k)}" for k in sorted({*there, *identity}) if there.get(k) != identity.get(k)]:
+        raise UserError(f"{folder} holds another run ({'; '.join(wrong)}); give another --run-dir, or the settings and code it was made with")
