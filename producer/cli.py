@@ -1,0 +1,37 @@
+"""`hsprod`: parse, call, print."""
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # spinning threads of two processes on few cores: 50x slower steps
+
+import typer
+
+from common import logs, service
+from common.settings import as_command
+from producer import config
+
+app = typer.Typer(no_args_is_help=True, help="Run a target model and stream its hidden states to trainers.", pretty_exceptions_enable=False)
+
+
+def serve(settings: config.Serve) -> None:
+    """Answer prompts with the target, stream its hidden states, measure the acceptance of checkpoints sent back."""
+    from producer import daemon
+    logs.setup(settings.log_level)
+    stop = service.Stop()
+    stop.on_signals()
+    daemon.serve(settings, stop)
+
+
+def status(settings: config.Status) -> None:
+    """What this box's producer is doing."""
+    from common import status as screen
+    screen.show(settings.state_dir, "hsprod", as_json=settings.json)
+
+
+app.command("serve")(as_command(config.Serve, "HSPROD", serve))
+app.command("status")(as_command(config.Status, "HSPROD", status))
+
+
+def main() -> None:
+    service.run(app)

@@ -1,0 +1,52 @@
+"""Settings of the producer's commands: each option once, with its default and unit."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from common.settings import argument, option, state_home
+
+ADDRESS = "tcp://127.0.0.1:5757"
+
+
+class Mode(str, Enum):
+    generate = "generate"
+    prefill = "prefill"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve:
+    layers: str = option("auto", "Taps: the target layers to capture, counted from 0, e.g. 1,6,11,16; auto or auto:8 for the uniform rule.")
+    target: str = option("Qwen/Qwen3.6-35B-A3B", "The target: a folder, a hub id in the local cache, 'embedded' or 'smollm2'.")
+    bind: str = option(ADDRESS, "Address to listen on for trainers. Off loopback it needs keys, or --insecure.")
+    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages', an 'answer' if --mode prefill. Default: the shipped prompts.")
+    mode: Mode = option(Mode.generate, "Let the target answer the prompts, or run it over the given answers (prefill).")
+    passes: int = option(1, "How often to go through the prompts; more than one makes sense at a temperature above 0.", min=1)
+    temperature: float = option(0.0, "Sampling temperature of the answers; 0 is greedy.", min=0.0)
+    top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.", min=0)
+    top_p: float = option(1.0, "Sample among the likeliest tokens of this joint probability.", min=0.0, max=1.0)
+    seed: int = option(0, "Seed of sampled answers.")
+    thinking: bool | None = option(None, "The chat template's thinking switch, where it has one; recorded in the contract. Default: the template's own.",
+                                   show_default=False)
+    max_new_tokens: int = option(1024, "Longest answer, in tokens.", min=1)
+    max_tokens: int = option(4096, "Longest sequence that is captured, prompt included, in tokens; longer ones are counted and left out.", min=8)
+    batch: int = option(16, "Prompts answered together. Captures are computed one by one, so this cannot change them.", min=1)
+    mask_token: int | None = option(None, "Id of the drafter's mask token. Default: first embedding row that the tokenizer does not use.", show_default=False)
+    held_out: float = option(0.1, "Share of the prompts, by hash, that is never streamed and measures acceptance.", min=0.0, max=0.9)
+    eval_prompts: int = option(16, "Held-out prompts decoded for each checkpoint.", min=1)
+    eval_new_tokens: int = option(128, "Tokens decoded for each of them at most.", min=2)
+    device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
+    dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
+    threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
+    state_dir: Path = option(state_home() / "hsprod", "Folder for streams, assets and keys.")
+    disk_budget: float = option(50.0, "GB on disk for samples that trainers still need; production pauses when it is full.", min=0.001)
+    insecure: bool = option(False, "Listen off loopback without keys: anyone on that network can read the stream.")
+    keys: Path | None = option(None, "Folder with this box's CURVE key and the list of allowed trainers.", show_default=False)
+    log_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    state_dir: Path = option(state_home() / "hsprod", "The state folder of `hsprod serve`.")
+    json: bool = option(False, "Print JSON.")

@@ -1,0 +1,58 @@
+"""`hstrain`: parse, call, print."""
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # spinning threads of two processes on few cores: 50x slower steps
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from common import logs, service
+from common.settings import as_command
+from trainer import config
+
+app = typer.Typer(no_args_is_help=True, help="Train DFlash drafters on a stream of hidden states.", pretty_exceptions_enable=False)
+
+
+def run(settings: config.Run) -> None:
+    """Receive the stream, train an arm on it, have its checkpoints' real acceptance measured. Re-running resumes."""
+    from trainer import daemon
+    logs.setup(settings.log_level)
+    stop = service.Stop()
+    stop.on_signals()
+    daemon.run(settings, stop)
+
+
+def report(settings: config.Report) -> None:
+    """Acceptance against training tokens of one or more runs: a table and a picture."""
+    from trainer import report as reports
+    reports.show(settings)
+
+
+def status(settings: config.Status) -> None:
+    """What this box's trainer is doing."""
+    from common import status as screen
+    screen.show(settings.state_dir, "hstrain", as_json=settings.json)
+
+
+def arms() -> None:
+    """The arms, the question each asks, and the arm it is compared with."""
+    from trainer.arms import ARMS
+    table = Table(show_lines=True)
+    for column, wrap in (("arm", True), ("loss", True), ("attention", True), ("masked slots", True), ("weights", True), ("asks", False), ("beside", True)):
+        table.add_column(column, no_wrap=wrap)
+    for arm in ARMS.values():
+        table.add_row(arm.name, arm.loss, arm.attention, arm.corruption, arm.weights, arm.question, arm.beside)
+    Console().print(table)
+
+
+app.command("run")(as_command(config.Run, "HSTRAIN", run))
+app.command("report")(as_command(config.Report, "HSTRAIN", report))
+app.command("status")(as_command(config.Status, "HSTRAIN", status))
+app.command("arms")(arms)
+
+
+def main() -> None:
+    service.run(app)

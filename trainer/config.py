@@ -1,0 +1,71 @@
+"""Settings of the trainer's commands: each option once, with its default and unit; and the recipe by target size."""
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from common.settings import argument, option, state_home
+
+ADDRESS = "tcp://127.0.0.1:5757"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    arm: str = option("ce_causal", "The arm to train; hstrain arms lists them.")
+    producer: str = option(ADDRESS, "Address of hsprod serve.")
+    seed: int = option(0, "Seed of the drafter's start and of anchors.", min=0)
+    steps: int | None = option(None, "Length of the run, in optimisation steps. Default: by the target's size (see docs).", min=1, show_default=False)
+    tokens: int | None = option(None, "Length of the run in tokens trained on, re-reads included, instead of --steps; turned into "
+                                "steps with the first samples' mean length.", min=1, show_default=False)
+    eval_every: int = option(500, "Send a checkpoint for real acceptance every so many steps, and at the end.", min=1)
+    run_dir: Path | None = option(None, "Folder of this run. Default: runs/ARM-sSEED in the state folder. Re-running resumes it.", show_default=False)
+    state_dir: Path = option(state_home() / "hstrain", "Folder of the store, assets, runs and keys of this box.")
+    name: str = option(platform.node() or "trainer", "This box's name at the producer, which keeps samples until it has them.")
+    replay: int = option(3, "Re-reads of earlier samples for each fresh one.", min=0)
+    sequences: int | None = option(None, "Sequences in one step. Default: by the target's size.", min=1, show_default=False)
+    anchors: int | None = option(None, "Anchors (blocks) drawn from one sequence at most. Default: by the target's size.", min=1, show_default=False)
+    max_tokens: int | None = option(None, "Longest sequence in tokens; what is longer is cut there and counted. Default: by the target's size.",
+                                    min=16, show_default=False)
+    lr: float | None = option(None, "Peak learning rate. Default: by the target's size.", show_default=False)
+    layers: int | None = option(None, "Decoder layers of the drafter. Default: by the target's size.", min=1, show_default=False)
+    block_size: int | None = option(None, "Positions per block, the known token included. Default: by the target's size.", min=2, show_default=False)
+    window: int | None = option(None, "Sliding window in tokens. Default: by the target's size.", min=1, show_default=False)
+    device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
+    threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
+    disk_budget: float = option(200.0, "GB on disk for this box's store; receiving pauses when it is full.", min=0.001)
+    credit: int = option(256, "MB of samples that may be on their way at once.", min=1)
+    keys: Path | None = option(None, "Folder with this box's CURVE key and the producer's public key.", show_default=False)
+    log_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    runs: list[Path] = argument("Run folders.")
+    out: Path = option(Path("report.png"), "Picture of tau against training tokens.")
+    json: bool = option(False, "Print JSON instead of tables.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    state_dir: Path = option(state_home() / "hstrain", "The state folder of `hstrain run`.")
+    json: bool = option(False, "Print JSON.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How a drafter of one size is trained, unless the command line says otherwise."""
+
+    steps: int
+    sequences: int
+    anchors: int
+    max_tokens: int
+    lr: float
+
+
+def recipe_for(hidden_size: int) -> Recipe:
+    """From 1024 wide: the DFlash paper's (AdamW 6e-4, 512 anchors, 3072 tokens).  Below: many small steps, which leave
+    the early plateau sooner (LOG.md)."""
+    if hidden_size >= 1024:
+        return Recipe(steps=20_000, sequences=2, anchors=512, max_tokens=3072, lr=6e-4)
+    return Recipe(steps=2_000, sequences=8, anchors=24, max_tokens=1024, lr=3e-3)
