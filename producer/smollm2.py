@@ -77,4 +77,4 @@ def tensors(source: Path):
         prefix = f"model.layers.{rest[0]}." if first == "blk" else ""
         if key in HEADS:
             value = value.reshape(HEADS[key], -1, 2, value.shape[1]).swapaxes(1, 2).reshape(value.shape)
-        yield f"{prefix}{NAMES[key]}.weight", np.ascontiguousarray(value, np.float32)
+        yield f"{prefix}{NAMES[key]}.weight", np.array(value, np.float32, order="C")    # copied: the file is mapped read-only

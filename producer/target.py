@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers.utils import logging as hf_logging
 
 from common.capture import Capture, check_states
 from common.contract import ExtractionContract
@@ -209,6 +211,8 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
     if kind is None:
         raise UserError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     shared = where.type == "cuda" and bool(torch.cuda.get_device_properties(where).is_integrated)
+    if not sys.stderr.isatty():
+        hf_logging.disable_progress_bar()
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True, disable_mmap=shared or None,
                                                        output_loading_info=True)
