@@ -1,0 +1,147 @@
+"""A drafter on disk: config.json, model.safetensors and record.json in one folder that is whole or refused.
+
+The folder is z-lab's released format (dflash-facts 5a), so it loads elsewhere unchanged; record.json says which run, step,
+data and code made it.  Loading is strict both ways and believes no length before checking it (pitfalls C2, C3)."""
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from pathlib import Path
+
+import safetensors
+import safetensors.torch
+import torch
+
+from common.drafter.config import DrafterConfig
+from common.drafter.model import Drafter
+from common.errors import CorruptError
+from common.files import publish_folder
+
+CONFIG, WEIGHTS, RECORD = "config.json", "model.safetensors", "record.json"
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}     # as config.json says it
+MOST_HEADER = 1 << 20          # bytes; 69 tensors need about 8 KiB
+MOST_JSON = 1 << 20            # bytes of config.json and record.json each
+
+
+def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Write the folder under a temporary name beside it, make it durable, rename.  A folder of that name is replaced.
+
+    record: arm, seed, step, tokens, contract hash, versions: anything JSON can hold.  ValueError on a dtype that load
+    would refuse; a failure leaves no temporary folder and the older checkpoint as it was."""
+    if dtype not in NAMES:
+        raise ValueError(f"checkpoints are {', '.join(NAMES.values())}, not {dtype}")
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in drafter.state_dict().items()}
+        safetensors.torch.save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
+        _write_json(temporary / CONFIG, drafter.config.to_json() | {"dtype": NAMES[dtype]})
+        _write_json(temporary / RECORD, record)
+        publish_folder(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Drafter, DrafterConfig, dict]:
+    """The folder's drafter on device in dtype, its config and its record ({} where the folder is somebody else's release).
+
+    CorruptError names what is wrong: a config key, a tensor missing, extra, misshapen, of another dtype, not finite, or
+    a file shorter or longer than it says."""
+    config_json = _read_json(folder / CONFIG)
+    config = DrafterConfig.from_json(config_json)
+    record = _read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+    drafter = Drafter(config)
+    shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
+    stored = check_header(read_header(folder / WEIGHTS), shapes)
+    if (said := config_json.get("dtype", NAMES[stored])) != NAMES[stored]:
+        raise CorruptError(f"checkpoint: {CONFIG} says dtype {said!r}, {WEIGHTS} holds {NAMES[stored]}")
+    try:
+        tensors = safetensors.torch.load_file(folder / WEIGHTS)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CorruptError(f"checkpoint: {WEIGHTS}: {error}") from None
+    for name, value in tensors.items():
+        if not bool(value.isfinite().all()):
+            raise CorruptError(f"checkpoint: {name} is not finite")
+    drafter.load_state_dict({name: value.to(device, dtype) for name, value in tensors.items()}, strict=True, assign=True)
+    return drafter, config, record
+
+
+def read_header(path: Path) -> dict[str, dict]:
+    """The tensors that a safetensors file announces, before any is read; lengths are checked against the file's."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(8)
+            length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
+            if not 2 <= length <= min(MOST_HEADER, size - 8):
+                raise CorruptError(f"checkpoint: {path.name}: header of {length} bytes in a file of {size}, at most {MOST_HEADER}")
+            header = json.loads(file.read(length))
+    except OSError as error:
+        raise CorruptError(f"checkpoint: {path.name}: {error.strerror}") from None
+    except ValueError:
+        raise CorruptError(f"checkpoint: {path.name}: the header is no JSON") from None
+    if not isinstance(header, dict):
+        raise CorruptError(f"checkpoint: {path.name}: the header is no table")
+    header.pop("__metadata__", None)
+    ends = [entry["data_offsets"][1] for entry in header.values() if _is_entry(entry)]
+    if len(ends) != len(header):
+        bad = next(name for name, entry in header.items() if not _is_entry(entry))
+        raise CorruptError(f"checkpoint: {bad}: no dtype, shape and data_offsets")
+    if 8 + length + max(ends, default=0) != size:
+        raise CorruptError(f"checkpoint: {path.name}: {size} bytes, its header says {8 + length + max(ends, default=0)}")
+    return header
+
+
+def check_header(header: dict[str, dict], shapes: dict[str, tuple[int, ...]]) -> torch.dtype:
+    """Exactly these names and shapes, all of one dtype, which is returned."""
+    if missing := sorted(set(shapes) - set(header)):
+        raise CorruptError(f"checkpoint: {missing[0]} is missing ({len(missing)} in all)")
+    if extra := sorted(set(header) - set(shapes)):
+        raise CorruptError(f"checkpoint: {extra[0]} is not part of this drafter ({len(extra)} in all)")
+    first = header[next(iter(shapes))]["dtype"]
+    for name, shape in shapes.items():
+        if tuple(header[name]["shape"]) != shape:
+            raise CorruptError(f"checkpoint: {name} has shape {header[name]['shape']}, expected {list(shape)}")
+        if header[name]["dtype"] not in DTYPES:
+            raise CorruptError(f"checkpoint: {name} is {header[name]['dtype']}, expected one of {', '.join(DTYPES)}")
+        if header[name]["dtype"] != first:
+            raise CorruptError(f"checkpoint: {name} is {header[name]['dtype']}, {next(iter(shapes))} is {first}")
+    return DTYPES[first]
+
+
+def checkpoint_hash(folder: Path) -> str:
+    """sha256 hex over what decides a draft: config.json and model.safetensors.  record.json tells of it, and may differ."""
+    digest = hashlib.sha256()
+    for name in (CONFIG, WEIGHTS):
+        with (folder / name).open("rb") as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
+
+
+def _is_entry(entry: object) -> bool:
+    return (isinstance(entry, dict) and isinstance(entry.get("dtype"), str) and isinstance(entry.get("shape"), list)
+            and isinstance(offsets := entry.get("data_offsets"), list) and len(offsets) == 2
+            and all(type(n) is int and n >= 0 for n in offsets))
+
+
+def _write_json(path: Path, data: dict) -> None:
+    path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        if path.stat().st_size > MOST_JSON:
+            raise CorruptError(f"checkpoint: {path.name} is larger than {MOST_JSON} bytes")
+        data = json.loads(path.read_text("utf-8"))
+    except OSError as error:
+        raise CorruptError(f"checkpoint: {path.name}: {error.strerror}") from None
+    except ValueError:
+        raise CorruptError(f"checkpoint: {path.name} is no JSON") from None
+    if not isinstance(data, dict):
+        raise CorruptError(f"checkpoint: {path.name} is no table")
+    return data
