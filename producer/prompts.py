@@ -46,7 +46,7 @@ def read(path: Path) -> list[Prompt]:
     the line's number and what is wrong with it.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = path.read_text("utf-8").split("\n")            # not splitlines: U+2028 may stand inside a text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: {error}") from None
     found = []

@@ -43,7 +43,7 @@ def probabilities(logits: Tensor, sampling: Sampling) -> Tensor:
         scaled = scaled.masked_fill(scaled < scaled.topk(sampling.top_k, -1).values[..., -1:], float("-inf"))
     p = scaled.softmax(-1)
     if sampling.top_p < 1:
-        ordered, order = p.sort(-1, descending=True, stable=True)
+        ordered, order = p.sort(dim=-1, descending=True, stable=True)
         out = ordered.cumsum(-1) - ordered >= sampling.top_p                        # all before it already hold top_p
         p = p.masked_fill(out.gather(-1, order.argsort(-1)), 0)
         p = p / p.sum(-1, keepdim=True)

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from common.capture import Capture, check_states
@@ -116,7 +116,7 @@ class Target:
         ids (T,) ints, loss_mask (T,) bool.  Raises CaptureError: the mask token or a foreign id among ids, states that
         cannot be right (by layer and row), or a head that reads the bf16 final state otherwise than the model did.
         """
-        ids, loss_mask = np.asarray(ids, np.int32), np.asarray(loss_mask, np.bool_)
+        ids, loss_mask = np.array(ids, np.int32), np.array(loss_mask, np.bool_)     # copies: the capture owns its arrays
         if ids.shape != loss_mask.shape or ids.ndim != 1 or not len(ids):
             raise CaptureError(f"ids {ids.shape} and loss mask {loss_mask.shape} are not one sequence")
         if (ids == self.mask_token_id).any():
@@ -195,6 +195,14 @@ def layer_count(name: str) -> int:
     return AutoConfig.from_pretrained(locate(name), local_files_only=True).get_text_config().num_hidden_layers
 
 
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """tokenizer.json as it stands.  AutoTokenizer would rebuild it by the model's type (seen in 5.24 for qwen3_5: other
+    pre-tokenizer, normaliser and an added id beyond the embedding), so what the folder's owner made would not be used."""
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder} holds no tokenizer.json: spans of tokens cannot be found without a fast tokenizer")
+    return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+
+
 def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: int | None = None) -> Target:
     """Find, read and check a target.  dtype auto: float32 on a CPU, bfloat16 on a GPU.  Raises UserError.
 
@@ -213,7 +221,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
     shared = where.type == "cuda" and bool(torch.cuda.get_device_properties(where).is_integrated)
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
-    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = read_tokenizer(folder)
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True, disable_mmap=shared or None,
                                                        output_loading_info=True)
     if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
