@@ -90,7 +90,7 @@ class DrafterConfig:
         if SLIDING in layer_types and data.get("use_sliding_window") is not True:
             raise CorruptError("drafter config: layers slide, but use_sliding_window is not true (some readers then drop the window)")
         causal = data.get("is_causal")
-        if causal not in (True, False, None):
+        if not (causal is None or type(causal) is bool):
             raise CorruptError(f"drafter config: is_causal is {causal!r}")
         try:
             return cls(**values, layer_types=layer_types,
