@@ -13,15 +13,15 @@ from rich.table import Table
 
 from common.errors import UserError
 
-FILE = "status.json"
 STALE_S = 30.0
 
 
 class Board:
     """Gathers values and writes them out.  `now` is wall time in seconds, passed in."""
 
-    def __init__(self, folder: Path) -> None:
-        self._path = folder / FILE
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
         self._last = 0.0
 
     def show(self, values: dict, now: float, *, force: bool = False) -> None:
@@ -33,20 +33,25 @@ class Board:
         temporary.replace(self._path)
 
 
-def show(folder: Path, command: str, *, as_json: bool) -> None:
-    """Print the last status; UserError where none was ever written."""
-    try:
-        values = json.loads((folder / FILE).read_text())
-    except FileNotFoundError:
-        raise UserError(f"no {command} has run with --state-dir {folder}") from None
+def read(path: Path) -> dict:
+    """What stands in the file, with "state": running or not, by its process and its age."""
+    values = json.loads(path.read_text())
     age = time.time() - values["written_at"]
     running = Path(f"/proc/{values['pid']}").exists() and age < STALE_S
-    values["state"] = "running" if running else f"not running (last word {age:.0f} s ago)"
+    return {"state": "running" if running else f"not running, last word {age:.0f} s ago"} | values
+
+
+def show(paths: list[Path], command: str, *, as_json: bool) -> None:
+    """Print the last status of each; UserError where none was ever written."""
+    if not paths or not all(path.exists() for path in paths):
+        raise UserError(f"no status here: {command} has not run with this --state-dir")
+    found = [read(path) for path in paths]
     if as_json:
-        print(json.dumps(values, indent=1))
+        print(json.dumps(found, indent=1))
         return
-    table = Table(title=f"{command}: {values.pop('state')}", show_header=False)
-    for name, value in values.items():
-        if name not in ("written_at", "pid"):
-            table.add_row(name, "\n".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value))
-    Console(file=sys.stdout).print(table)
+    for values in found:
+        table = Table(title=f"{command}: {values.pop('state')}", show_header=False)
+        for name, value in values.items():
+            if name not in ("written_at", "pid"):
+                table.add_row(name, "\n".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value))
+        Console(file=sys.stdout).print(table)

@@ -34,7 +34,7 @@ def report(settings: config.Report) -> None:
 def status(settings: config.Status) -> None:
     """What this box's trainer is doing."""
     from common import status as screen
-    screen.show(settings.state_dir, "hstrain", as_json=settings.json)
+    screen.show(sorted((settings.state_dir / "status").glob("*.json")), "hstrain run", as_json=settings.json)
 
 
 def arms() -> None:

@@ -50,20 +50,21 @@ class Run:
         files.write_whole(self.folder / "closed.json", json.dumps({"samples": samples}).encode())
         self.closed = samples
 
-    def save(self) -> Path:
-        """A checkpoint folder in the released format, and the state to resume from; durable on return."""
-        self.drafter.eval()
+    def checkpoint(self) -> Path:
+        """A drafter folder in the released format, its record beside it; durable on return."""
         folder = self.folder / "checkpoints" / f"step-{self.step:08d}"
         folder.parent.mkdir(exist_ok=True)
         checkpoint.save(folder, self.drafter, self.identity | {"step": self.step, "tokens": self.tokens})
-        self.drafter.train()
+        return folder
+
+    def save(self) -> None:
+        """The state to resume from; durable on return."""
         temporary = self.folder / ".resume.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         tensors = {k: v.contiguous().cpu() for k, v in optim.state_tensors(self.drafter, self.optimizer).items()}
         save_file(tensors, temporary / "state.safetensors", metadata={"step": str(self.step), "tokens": str(self.tokens)})
         self._publish_resume(temporary)
-        return folder
 
     def _publish_resume(self, temporary: Path) -> None:
         """A new folder beside the old, then a rename each: a kill in between leaves one whole state (see _load)."""

@@ -1,0 +1,61 @@
+"""Captures of no target at all, learnable ones, and a loop over them: the trainer without a link."""
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from common.capture import Capture, to_bf16
+from common.drafter.config import shape_for
+from trainer.arms import ARMS
+from trainer.loop import Loop, Plan
+from trainer.run import Run
+
+HIDDEN, VOCAB, TAPS, MASK = 32, 24, (1, 3), 23
+
+
+def captures(count: int, seed: int = 0) -> list[Capture]:
+    """Texts whose next token is the last plus their own step; taps that show both."""
+    rng = np.random.default_rng(seed)
+    basis = rng.standard_normal((len(TAPS) + 1, VOCAB, HIDDEN)).astype(np.float32)
+    out = []
+    for _ in range(count):
+        tokens, stride, start = int(rng.integers(14, 40)), int(rng.integers(1, 4)), int(rng.integers(VOCAB - 1))
+        ids = ((start + stride * np.arange(tokens)) % (VOCAB - 1)).astype(np.int32)
+        states = to_bf16(basis[:, ids] + 0.3 * stride * basis[:, [stride]] + 0.05 * rng.standard_normal((len(TAPS) + 1, tokens, HIDDEN)).astype(np.float32))
+        none = np.zeros(0, np.int32)
+        out.append(Capture(ids, np.arange(tokens) >= 4, states[:-1], states[-1], none, none))
+    return out
+
+
+def config(attention: str = "causal"):
+    return shape_for(HIDDEN, VOCAB, 8, TAPS, MASK, attention, block_size=4, sliding_window=16)
+
+
+class Silent:
+    """Stands for evaluations, a board and a stop flag where a test wants none of them."""
+
+    waiting, skipped = None, 0
+
+    def __bool__(self) -> bool:
+        return False
+
+    def wait(self, _seconds: float) -> bool:
+        return False
+
+    def offer(self) -> None:
+        """No link here."""
+
+    def line(self) -> str:
+        return ""
+
+    def show(self, *_values, force: bool = False) -> None:
+        """Nobody watches."""
+
+
+def loop(folder, *, steps: int, samples: list[Capture], arm: str = "ce_causal", seed: int = 0, plan_steps: int | None = None, **over) -> Loop:
+    rng = torch.Generator().manual_seed(7)
+    plan = Plan(steps=plan_steps or steps, sequences=2, anchors=4, max_tokens=64, lr=3e-3, replay=1, eval_every=over.pop("eval_every", 5))
+    run = Run(folder, {"arm": ARMS[arm].to_dict(), "seed": seed, "contract": "c"}, config(ARMS[arm].attention), seed=seed, device=torch.device("cpu"))
+    return Loop(arm=ARMS[arm], plan=plan, run=run, samples=samples, embedding=torch.randn(VOCAB, HIDDEN, generator=rng),
+                head=torch.randn(VOCAB, HIDDEN, generator=rng), evals=Silent(), tick=over.pop("tick", lambda: ""), ended=lambda: True,
+                stop=over.pop("stop", Silent()), board=Silent())

@@ -1,0 +1,166 @@
+"""A run that is stopped, killed or restarted is the run that was not, bit for bit (pitfalls C1, C2)."""
+import json
+import shutil
+
+import pytest
+import torch
+
+from common import files, metrics
+from common.drafter import checkpoint
+from common.errors import UserError
+from trainer.run import Run
+from tests.trainer.small import captures, config, loop
+
+SAMPLES = captures(12)
+
+
+def weights(run: Run) -> dict:
+    return {name: value.clone() for name, value in run.drafter.state_dict().items()}
+
+
+def whole(tmp_path, **over) -> dict:
+    made = loop(tmp_path / "whole", steps=20, samples=SAMPLES, **over)
+    made.go()
+    return weights(made.run)
+
+
+def assert_same(a: dict, b: dict) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert torch.equal(a[name], b[name]), name
+
+
+class StopAt:
+    """Truthy from its n-th question on."""
+
+    def __init__(self, n: int) -> None:
+        self.left = n
+
+    def __bool__(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+    def wait(self, _seconds: float) -> bool:
+        return bool(self)
+
+
+@pytest.mark.parametrize("questions", [1, 3, 9, 14])
+def test_stop_and_go_on_equals_never_stopped(tmp_path, questions):
+    expected = whole(tmp_path)
+    first = loop(tmp_path / "run", steps=20, samples=SAMPLES, stop=StopAt(questions))
+    first.go()
+    assert 0 < first.run.step < 20
+    second = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    assert second.run.resumed and second.run.step == first.run.step
+    second.go()
+    assert_same(weights(second.run), expected)
+    assert second.run.tokens == loop(tmp_path / "whole", steps=20, samples=SAMPLES).run.tokens
+
+
+def test_a_kill_between_saves_goes_back_to_the_last_one_and_ends_the_same(tmp_path):
+    expected = whole(tmp_path)
+    first = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    def killed() -> str:
+        if first.run.step == 13:
+            raise KeyboardInterrupt
+        return ""
+    first.tick = killed
+    with pytest.raises(KeyboardInterrupt):
+        first.go()
+    second = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    assert second.run.step == 10
+    second.go()
+    assert_same(weights(second.run), expected)
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl", "step")
+    assert [row["step"] for row in rows] == [10, 20]
+
+
+@pytest.mark.parametrize("stage", ["save_file", "publish_folder", "rename", "rmtree"])
+def test_a_kill_at_each_stage_of_a_save_leaves_one_whole_state(tmp_path, monkeypatch, stage):
+    import trainer.run as module
+    expected = whole(tmp_path)
+    first = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    saves = 0
+    def save(self, real=Run.save):
+        nonlocal saves
+        saves += 1
+        if saves == 2:
+            def die(*_a, **_k):
+                raise KeyboardInterrupt
+            if stage == "rename":
+                monkeypatch.setattr(module.Path, "rename", die)
+            elif stage == "rmtree":                                   # the last one: the new state stands, the old is still there
+                calls = []
+                monkeypatch.setattr(module.shutil, "rmtree", lambda *a, **k: calls.append(a) or (die() if len(calls) == 3 else None))
+            else:
+                monkeypatch.setattr(module.files if stage == "publish_folder" else module, stage, die)
+        real(self)
+    monkeypatch.setattr(Run, "save", save)
+    with pytest.raises(KeyboardInterrupt):
+        first.go()
+    monkeypatch.undo()
+    second = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    assert second.run.step in (5, 10)
+    second.go()
+    assert_same(weights(second.run), expected)
+
+
+def test_masters_are_fp32_and_every_tensor_of_the_state_moves(tmp_path):
+    """Pitfall C1: bf16 weights with the masters lost freeze what moves slowly, norms above all."""
+    made = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    start = weights(made.run)
+    made.go()
+    assert all(v.dtype == torch.float32 for v in made.run.drafter.parameters())
+    assert not [name for name, value in weights(made.run).items() if torch.equal(value, start[name])]
+
+
+def test_a_missing_or_foreign_tensor_in_the_state_is_named(tmp_path):
+    from safetensors.torch import load_file, save_file
+    loop(tmp_path / "run", steps=5, samples=SAMPLES).go()
+    path = tmp_path / "run" / "resume" / "state.safetensors"
+    tensors, meta = load_file(path), {"step": "5", "tokens": "1"}
+    for spoil in (lambda t: t.pop("exp_avg.fc.weight"), lambda t: t.update(new=torch.zeros(1)), lambda t: t.pop("master.norm.weight")):
+        changed = dict(tensors)
+        spoil(changed)
+        save_file(changed, path, metadata=meta)
+        with pytest.raises(KeyError, match="exp_avg.fc.weight|new|master.norm.weight"):
+            loop(tmp_path / "run", steps=5, samples=SAMPLES)
+
+
+@pytest.mark.parametrize("field, other", [("arm", {"arm": "ce_bidi"}), ("seed", {"seed": 1})])
+def test_a_folder_of_another_run_is_refused_by_field(tmp_path, field, other):
+    loop(tmp_path / "run", steps=5, samples=SAMPLES)
+    with pytest.raises(UserError, match=field):
+        loop(tmp_path / "run", steps=5, samples=SAMPLES, **other)
+
+
+def test_the_same_seed_gives_the_same_checkpoint_and_another_seed_another(tmp_path):
+    hashes = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        made = loop(tmp_path / name, steps=5, samples=SAMPLES, seed=seed)
+        made.go()
+        hashes.append(checkpoint.checkpoint_hash(made.run.checkpoints()[-1]))
+    assert hashes[0] == hashes[1] != hashes[2]
+
+
+def test_it_learns(tmp_path):
+    """The texts are determined by what the taps show: a drafter that trains at all must get most slots right."""
+    made = loop(tmp_path / "run", steps=150, samples=captures(60), eval_every=1000)
+    made.go()
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl", "step")
+    assert rows[0]["accuracy"] < 0.3 and rows[-1]["accuracy"] > 0.8
+
+
+def test_a_stream_that_grows_slowly_gives_the_run_that_had_it_all(tmp_path):
+    expected = whole(tmp_path)
+    grown: list = []
+    def more() -> str:
+        if len(grown) < len(SAMPLES):
+            grown.append(SAMPLES[len(grown)])
+        return ""
+    made = loop(tmp_path / "run", steps=20, samples=grown, tick=more)
+    made.ended = lambda: len(grown) == len(SAMPLES)
+    made.go()
+    assert made.waited > 0
+    assert_same(weights(made.run), expected)
+    assert json.loads((tmp_path / "run" / "closed.json").read_text()) == {"samples": len(SAMPLES)}

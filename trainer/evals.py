@@ -1,0 +1,71 @@
+"""Real acceptance, asked of the producer: which checkpoint is offered, and what comes back.
+
+The newest checkpoint without a result is the one that waits; an older one that was never measured is skipped and
+counted.  What waits is read off the run's folder, so a restart asks again."""
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+
+from common import metrics
+from common.drafter import checkpoint
+from trainer.run import Run
+
+log = logging.getLogger("evals")
+
+
+class Evals:
+    """offer(folder, step) hands a checkpoint to the link; it is called again after each reconnection."""
+
+    def __init__(self, run: Run, link) -> None:
+        self._run, self._link = run, link
+        self._offered: str | None = None
+        self.skipped = 0
+        self.last: dict | None = next(iter(metrics.read(run.folder / "metrics.jsonl", "eval")[::-1]), None)
+
+    @property
+    def waiting(self) -> Path | None:
+        """The newest checkpoint, unless its result is there."""
+        folders = self._run.checkpoints()
+        if not folders or (self.last and self.last["step"] == step_of(folders[-1])):
+            return None
+        return folders[-1]
+
+    def offer(self) -> None:
+        folder = self.waiting
+        if folder is None or self._offered == folder.name or not self._link.up:
+            return
+        if self._offered is not None:
+            self.skipped += 1
+        record = json.loads((folder / "record.json").read_text())
+        self._link.offer(folder, run=self._run.folder.name, step=step_of(folder), record=record)
+        self._offered = folder.name
+
+    def link_lost(self) -> None:
+        """An offer does not outlive its connection."""
+        self._offered = None
+
+    def arrived(self, step: int, result: dict, error: str | None) -> None:
+        folder = self._run.folder / "checkpoints" / f"step-{step:08d}"
+        if error is not None:
+            raise RuntimeError(f"the producer could not evaluate {folder.name}: {error}")
+        record = json.loads((folder / "record.json").read_text())
+        if result["checkpoint"] != checkpoint.checkpoint_hash(folder):
+            raise RuntimeError(f"the report for {folder.name} is about another checkpoint ({result['checkpoint'][:12]})")
+        self.last = {"kind": "eval", "step": step, "tokens": record["tokens"]} | result
+        self._run.metrics.write("eval", step, tokens=record["tokens"], **result)
+        if self._offered == folder.name:
+            self._offered = None
+        log.info("step %d: %s", step, self.line())
+
+    def line(self) -> str:
+        if self.last is None:
+            return "not measured yet"
+        low, high = self.last["tau_interval"]
+        return (f"tau {self.last['tau']:.2f} ({low:.2f} to {high:.2f}) at step {self.last['step']}, eta {self.last['eta']:.2f}, "
+                f"{self.last['identical']}/{self.last['prompts']} texts identical")
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))

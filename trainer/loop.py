@@ -1,0 +1,123 @@
+"""The training loop: which samples, one step, what is said of it, when a checkpoint is due.
+
+Runs on the main thread; the link's thread receives meanwhile.  A run that gets ahead of the stream waits, counted."""
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from common import service
+from common.status import Board
+from trainer.arms import Arm
+from trainer.batch import Samples, make_batch
+from trainer.evals import Evals
+from trainer.optim import lr_at
+from trainer.order import visit
+from trainer.run import Run
+from trainer.step import train_step
+
+log = logging.getLogger("hstrain")
+ROW_EVERY = 10               # steps between rows of metrics.jsonl
+SAY_EVERY_S = 10.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Numbers of one run: command line where given, else the recipe of the target's size."""
+
+    steps: int
+    sequences: int
+    anchors: int
+    max_tokens: int
+    lr: float
+    replay: int
+    eval_every: int
+
+
+@dataclass(kw_only=True)
+class Loop:
+    arm: Arm
+    plan: Plan
+    run: Run
+    samples: Samples
+    embedding: Tensor                        # (V, H), on the drafter's device
+    head: Tensor
+    evals: Evals
+    tick: Callable[[], str]                  # the daemon's: news of the link; returns a line about the stream
+    ended: Callable[[], bool]                # the stream is complete and all of it is in the store
+    stop: service.Stop
+    board: Board
+    waited: float = 0.0                      # seconds without a sample to train on
+    cut: int = 0                             # rows left out of sequences longer than max_tokens
+    numbers: dict = field(default_factory=dict)
+
+    def go(self) -> None:
+        """Train to the plan's last step, then wait for the last checkpoint's acceptance; a stop saves and returns."""
+        self._began, self._from, self._said = time.monotonic(), self.run.step, 0.0
+        while self.run.step < self.plan.steps and not self.stop:
+            stream = self.tick()
+            wanted = self._wanted()
+            if wanted is None:
+                self.waited += 0.2
+                self._say("waiting for samples", stream)
+                self.stop.wait(0.2)
+                continue
+            self._step(wanted)
+            self._say("training", stream)
+            if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
+                self.run.checkpoint()                # before the state: a kill in between makes the same checkpoint again
+                self.run.save()
+                self.evals.offer()
+        if self.stop:
+            self.run.save()
+        while self.evals.waiting and not self.stop:
+            stream = self.tick()
+            self.evals.offer()
+            self._say("waiting for the last checkpoint's acceptance", stream)
+            self.stop.wait(0.2)
+        self._say("stopped" if self.stop else "done", self.tick(), force=True)
+
+    def _wanted(self) -> list[int] | None:
+        """Indices of the next step's samples, None while one of them has not come yet."""
+        start = self.run.step * self.plan.sequences
+        def visits() -> list[int]:
+            return [visit(p, replay=self.plan.replay, closed=self.run.closed) for p in range(start, start + self.plan.sequences)]
+        wanted = visits()
+        if max(wanted) >= len(self.samples) and self.run.closed is None and self.ended():
+            self.run.close_stream(len(self.samples))
+            log.info("the stream has ended at %d samples; from here on they are read again", len(self.samples))
+            wanted = visits()
+        return wanted if max(wanted) < len(self.samples) else None
+
+    def _step(self, wanted: list[int]) -> None:
+        batch = make_batch([self.samples[i] for i in wanted], self.run.config, anchors=self.plan.anchors,
+                           max_tokens=self.plan.max_tokens, generator=self.run.generator()).to(self.embedding.device)
+        lr = lr_at(self.run.step, self.plan.steps, self.plan.lr)
+        self.numbers = train_step(self.run.drafter, self.run.optimizer, self.embedding, self.head, batch, self.arm, lr)
+        self.run.step += 1
+        self.run.tokens += batch.tokens
+        self.cut += batch.cut
+        if self.run.step % ROW_EVERY == 0 or self.run.step == self.plan.steps:
+            self.run.metrics.write("step", self.run.step, tokens=self.run.tokens, waited_s=round(self.waited, 1), rows_cut=self.cut,
+                                   samples=len(self.samples), **self.numbers)
+
+    def _say(self, doing: str, stream: str, *, force: bool = False) -> None:
+        now = time.monotonic()
+        rate = (self.run.step - self._from) / max(1e-9, now - self._began - self.waited)
+        line = f"{doing}: step {self.run.step}/{self.plan.steps}, {self.run.tokens:,} tokens"
+        if self.numbers:
+            line += f", loss {self.numbers['loss']:.3f}, accuracy {self.numbers['accuracy']:.0%}, {rate:.1f} steps/s"
+        if self.waited >= 1:
+            line += f", waited {self.waited:.0f} s for samples"
+        after = len(self.samples) - self.run.closed if self.run.closed is not None else 0
+        self.board.show({"doing": line, "stream": stream, "acceptance": self.evals.line(), "run": str(self.run.folder),
+                         "counters": {"rows cut": self.cut, "checkpoints skipped": self.evals.skipped,
+                                      "samples that came after the stream's end": max(0, after)}}, time.time(), force=force)
+        if force or now - self._said > SAY_EVERY_S:
+            self._said = now
+            log.info("%s", line)
+        service.notify(STATUS=line, WATCHDOG="1")
