@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -16,7 +17,8 @@ from common.drafter import geometry
 from common.drafter.config import DrafterConfig
 from common.errors import CaptureError
 from protocol import codec
-from protocol.store import SampleStore
+if TYPE_CHECKING:
+    from protocol.store import SampleStore
 
 PROBE_MARGIN = 2 ** -6   # relative: two heads in different precision may swap tokens whose logits differ by less
 
