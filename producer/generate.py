@@ -38,7 +38,8 @@ def answer(target: Target, prompts: list[list[int]], max_new_tokens: int, sampli
             if token == target.mask_token_id:
                 raise CaptureError(f"prompt {keys[row]}: the target emitted its mask token {token}; choose another with --mask-token")
             answers[row].append(token)
-        going = [k for k, row in enumerate(live) if answers[row][-1] not in target.eos_ids and len(answers[row]) < max_new_tokens]
+        going = [k for k, row in enumerate(live)
+                 if answers[row][-1] not in target.eos_ids and len(answers[row]) < max_new_tokens]
         if not going:
             return answers
         if len(going) < len(live):

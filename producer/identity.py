@@ -91,7 +91,8 @@ def versions(model: nn.Module) -> dict[str, str]:
 
 def end_tokens(model: nn.Module, tok) -> frozenset[int]:
     """Ids that end an answer, by any of the three places that may name them.  UserError where none does."""
-    named = [getattr(getattr(model, "generation_config", None), "eos_token_id", None), model.config.eos_token_id, tok.eos_token_id]
+    places = (getattr(model, "generation_config", None), model.config, tok)
+    named = [getattr(place, "eos_token_id", None) for place in places]
     ids = frozenset(i for n in named if n is not None for i in (n if isinstance(n, (list, tuple)) else [n]))
     if not ids:
         raise UserError("this target names no end token (generation_config, config or tokenizer): answers would never end")
@@ -115,7 +116,8 @@ def mask_token(tok, rows: int, eos: frozenset[int], override: int | None = None)
         return tok.mask_token_id
     if UNUSED in tok.all_special_tokens or vocab.get(UNUSED) in tok.added_tokens_decoder:
         return vocab[UNUSED]
-    raise UserError(f"no free row after the tokenizer's {rows} ids and no mask token: give --mask-token ID, an id the target never emits")
+    raise UserError(f"no free row after the tokenizer's {rows} ids and no mask token: give --mask-token ID, an id that the "
+                    "target never emits")
 
 
 def _sha(text: str) -> str:

@@ -105,8 +105,8 @@ def split(prompts: Iterable[Prompt], held_out_fraction: float, salt: str) -> Spl
         share = int.from_bytes(hashlib.sha256(f"{salt}:{key}".encode()).digest()[:8], "big") / 2 ** 64
         sides[share < held_out_fraction].append(prompt)
     if not all(sides):
-        raise UserError(f"{len(unique)} prompts with {held_out_fraction:g} held out leave none {'to hold out' if sides[0] else 'to train on'}; "
-                        "add prompts or change the fraction")
+        none = "to hold out" if sides[0] else "to train on"
+        raise UserError(f"{len(unique)} prompts with {held_out_fraction:g} held out leave none {none}; add prompts or change the fraction")
     return Split(*sides, total - len(unique))
 
 
@@ -168,16 +168,17 @@ def _span(tokenizer, messages: list[dict[str, str]], turn: int, thinking: bool |
     """Characters [start, end) of one assistant turn in `text`: what two renderings with other content have in common
     lies around it.  A template may write reasoning out of the content: the turn then starts where it does."""
     content = messages[turn]["content"]
-    one, other = (_text(tokenizer, messages[:turn] + [{"role": "assistant", "content": sentinel}] + messages[turn + 1:], thinking, False)
-                  for sentinel in SENTINELS)
+    swapped = [messages[:turn] + [{"role": "assistant", "content": text}] + messages[turn + 1:] for text in SENTINELS]
+    one, other = (_text(tokenizer, conversation, thinking, False) for conversation in swapped)
     before = os.path.commonprefix([one, other])
     after = os.path.commonprefix([one[::-1], other[::-1]])[::-1]
     if not text.startswith(before):
         before = os.path.commonprefix([before, text])
     start, end = len(before), len(text) - len(after)
     said, given = "".join(text[start:end].split()), "".join(content.split())
-    if not text.endswith(after) or end < start or not given.endswith(said) or bool(given) != bool(said):
-        raise UserError(f"message {turn}: the chat template does not write the assistant's text as it stands, so its tokens cannot be found")
+    if not text.endswith(after) or end < start or not given.endswith(said):
+        raise UserError(f"message {turn}: the chat template does not write the assistant's text as it stands, so its tokens "
+                        "cannot be found")
     return start, end
 
 

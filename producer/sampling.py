@@ -23,7 +23,8 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(f"temperature {self.temperature:g} must be >= 0, top-k {self.top_k} >= 0, top-p {self.top_p:g} in (0, 1]")
+            raise UserError(f"temperature {self.temperature:g} must be >= 0, top-k {self.top_k} >= 0, "
+                            f"top-p {self.top_p:g} above 0 and up to 1")
 
     def generator(self, key: str) -> torch.Generator:
         """A row's own randomness, on the CPU; the same for the same seed and key everywhere."""

@@ -99,6 +99,13 @@ def test_draws_follow_the_distribution_and_never_leave_it():
     assert ((counts - 4000 * p).abs() < 5 * (4000 * p * (1 - p)).sqrt() + 1e-9).all()
 
 
+@pytest.mark.parametrize("uniform, token", [(0.0, 1), (0.49, 1), (0.51, 3), (1 - 2 ** -24, 3)])
+def test_the_ends_of_the_uniform_number_choose_possible_tokens(monkeypatch, uniform, token):
+    logits = torch.tensor([[-1e9, 1.0, -1e9, 1.0, -1e9]])
+    monkeypatch.setattr(torch, "rand", lambda *_shape, generator: torch.tensor([uniform]))
+    assert choose(logits, Sampling(temperature=1), [None]).tolist() == [token]
+
+
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_k": -1}, {"top_p": 0}, {"top_p": 1.1}])
 def test_sampling_is_checked(wrong):
     with pytest.raises(UserError):

@@ -80,6 +80,7 @@ def test_thinking_is_supervised_where_it_is_kept():
     first, second = "<think>\nold thought\n</think>\n\nfirst", "<think>\nnew thought\n</think>\n\nsecond"
     assert supervised("qwen", talk("a", first, "b", second), True) == ["first<|im_end|>", "new thought\n</think>\n\nsecond<|im_end|>"]
     assert supervised("qwen", talk("a", first, "b", "second"), False) == ["first<|im_end|>", "second<|im_end|>"]
+    assert supervised("qwen", talk("a", "<think>\nonly thought\n</think>", "b", "c"), True) == ["<|im_end|>", "c<|im_end|>"]
     assert supervised("chatml", talk("a", first, "b", second)) == [first + "<|im_end|>", second + "<|im_end|>"]
 
 

@@ -13,7 +13,7 @@ from common.errors import CaptureError, UserError
 from producer import embedded, identity
 from producer.generate import answer
 from producer.sampling import Sampling
-from producer.target import Target, layer_count, load, locate
+from producer.target import PROBES, Target, layer_count, load, locate
 
 TAPS = (0, 2, 3, 6)
 IDS = np.random.default_rng(0).integers(tiny.MASK + 1, 300, 75).astype(np.int32)
@@ -61,7 +61,8 @@ def test_taps_and_final_equal_the_librarys_hidden_states(target):
         assert not torch.equal(ours.taps[i], theirs.hidden_states[i])
     assert torch.equal(ours.final, theirs.hidden_states[-1]) and torch.equal(ours.logits, theirs.logits)
     assert torch.equal(target.logits(ours.final), theirs.logits)
-    assert torch.equal(target.text.norm(target.forward(ids, taps=(7,)).taps[0]), ours.final)     # the last layer's output is before the norm
+    last = target.forward(ids, taps=(7,)).taps[0]                                    # before the norm
+    assert torch.equal(target.text.norm(last), ours.final)
 
 
 def test_no_hook_stays(target):
@@ -99,17 +100,47 @@ def test_capture_is_bitwise_the_same_whatever_ran_before(target):
 def test_capture_rounds_as_common_does_and_its_probes_hold(target):
     capture = target.capture(IDS, NO_LOSS, TAPS, "abc")
     out = target.forward(torch.from_numpy(IDS).long()[None], taps=TAPS, logits_to_keep=0)
-    assert np.array_equal(capture.taps, to_bf16(out.taps[:, 0].numpy())) and np.array_equal(capture.final, to_bf16(out.final[0].numpy()))
+    assert np.array_equal(capture.taps, to_bf16(out.taps[:, 0].numpy()))
+    assert np.array_equal(capture.final, to_bf16(out.final[0].numpy()))
     head = target.head.numpy()
-    assert len(capture.probe_rows) == 4 and len(set(capture.probe_rows)) == 4 and capture.prompt == "abc"
+    assert len(capture.probe_rows) == PROBES == len(set(capture.probe_rows)) and capture.prompt == "abc"
     assert np.array_equal((from_bf16(capture.final[capture.probe_rows]) @ head.T).argmax(1), capture.probe_tokens)
     assert np.array_equal(out.logits[0, capture.probe_rows].argmax(-1).numpy(), capture.probe_tokens)
 
 
-def test_a_head_that_does_not_fit_the_final_state_is_refused(target, monkeypatch):
-    monkeypatch.setattr(target, "logits", lambda final: torch.nn.functional.linear(target.text.norm(final) if target.is_hybrid else -final, target.head.roll(1, 0)))
-    with pytest.raises(CaptureError, match="final state, row"):
-        target.capture(IDS, NO_LOSS, TAPS)
+@pytest.mark.parametrize("wrong", ["head", "norm before", "norm twice", "next row"])
+def test_a_final_state_that_lm_head_does_not_read_is_refused(target, monkeypatch, wrong):
+    """L3: the model's logits stay right; only what we would send differs from what its head reads."""
+    if wrong == "head":
+        monkeypatch.setattr(target, "head", target.head.roll(1, 0))
+    else:
+        change = {"norm before": lambda args, out: args[0], "norm twice": lambda _args, out: target.text.norm.forward(3 * out + 1),
+                  "next row": lambda _args, out: out.roll(-1, 1)}[wrong]
+        forward = target.forward
+        seen = []
+        handle = target.text.norm.register_forward_hook(lambda _module, args, out: seen.append(change(args, out)))
+        monkeypatch.setattr(target, "forward", lambda *args, **more: dataclasses.replace(forward(*args, **more), final=seen[-1]))
+    try:
+        with pytest.raises(CaptureError, match="final state, row"):
+            target.capture(IDS, NO_LOSS, TAPS)
+    finally:
+        if wrong != "head":
+            handle.remove()
+
+
+def test_probes_are_rows_that_rounding_does_not_turn(target, monkeypatch):
+    forward = target.forward
+
+    def flat(*args, **more):
+        out = forward(*args, **more)
+        return dataclasses.replace(out, logits=torch.zeros_like(out.logits))
+    monkeypatch.setattr(target, "forward", flat)
+    assert len(target.capture(IDS, NO_LOSS, TAPS).probe_rows) == PROBES              # further rows were looked at
+    twins = tiny.hybrid() if target.is_hybrid else tiny.dense(layers=8)
+    with torch.no_grad():
+        twins.head[160:] = twins.head[:160]                                          # every first token has an equal
+    with pytest.raises(CaptureError, match="no row whose first token"):
+        twins.capture(IDS % 150 + 3, NO_LOSS, TAPS)
 
 
 def spoil(target: Target, tap: int, change) -> torch.utils.hooks.RemovableHandle:
@@ -119,7 +150,7 @@ def spoil(target: Target, tap: int, change) -> torch.utils.hooks.RemovableHandle
 
 @pytest.mark.parametrize("change, words", [
     (lambda h: h.zero_(), "tap 3: every value"), (lambda h: h.fill_(0.5), "tap 3: every value"),
-    (lambda h: h[0, 41].zero_() if h.ndim == 3 else h[41].zero_(), "tap 3, row 41: all zero"),
+    (lambda h: h[41].zero_(), "tap 3, row 41: all zero"),
     (lambda h: h[41].copy_(h[40]), "tap 3, row 41: equals"), (lambda h: h[41, 5].fill_(float("nan")), "tap 3, row 41: not finite"),
     (lambda h: h[41, 5].fill_(float("inf")), "tap 3, row 41: not finite")])
 def test_impossible_states_are_named_by_layer_and_row(target, change, words):
@@ -181,11 +212,22 @@ def test_delta_rule_names_what_will_run(monkeypatch):
 
 
 def test_fingerprint_sees_values_names_and_dtypes():
-    prints = {identity.weights(m) for m in (tiny.dense(0).model, tiny.dense(1).model, tiny.dense(0, dtype=torch.bfloat16).model, tiny.hybrid().model)}
+    toys = (tiny.dense(0), tiny.dense(1), tiny.dense(0, dtype=torch.bfloat16), tiny.hybrid())
+    prints = {identity.weights(toy.model) for toy in toys}
     assert len(prints) == 4 and identity.weights(tiny.dense(0).model) in prints
     toy = tiny.dense(0)
     toy.text.norm.weight.data[3] += 1e-3                                             # small tensors are hashed whole
     assert identity.weights(toy.model) not in prints
+
+
+def test_tokenizer_hash_sees_the_vocabulary_not_the_last_caller():
+    tok = tiny.tokenizer()
+    first = identity.tokenizer(tok)
+    tok(["a", "bb ccc"], padding=True, truncation=True, max_length=2)
+    assert identity.tokenizer(tok) == first
+    tok.add_tokens(["zebra"])
+    assert identity.tokenizer(tok) != first
+    assert identity.chat_template(tok) == "" != identity.chat_template(tiny.tokenizer(tiny.CHATML))
 
 
 def test_mask_token_rule():
