@@ -99,6 +99,9 @@ def test_a_truncated_file_is_refused(folder, size):
     (folder / "model.safetensors").write_bytes(data[:size])
     with pytest.raises(CorruptError, match="model.safetensors"):
         load(folder, "cpu", torch.float32)
+    (folder / "model.safetensors").write_bytes(data + b"more")
+    with pytest.raises(CorruptError, match=f"{len(data) + 4} bytes"):
+        load(folder, "cpu", torch.float32)
 
 
 @pytest.mark.parametrize("data", [

@@ -241,6 +241,13 @@ def test_the_same_seed_gives_the_same_bits_and_the_global_generator_has_no_say()
     assert not torch.equal(one["fc.weight"], other["fc.weight"])
 
 
+def test_initial_sizes():
+    """0.02 everywhere, norms 1, and what is added to the residual stream smaller by sqrt(2 layers)."""
+    for name, weight in Drafter(shape("mixed", num_attention_heads=16), torch.Generator().manual_seed(0)).named_parameters():
+        want = 0.02 / 6 ** 0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        assert torch.all(weight == 1) if weight.ndim == 1 else abs(weight.std().item() / want - 1) < 0.15, name
+
+
 def test_a_drafter_without_weights_cannot_run():
     drafter = Drafter(shape("mixed"))
     assert all(weight.is_meta for weight in drafter.parameters())

@@ -96,6 +96,11 @@ def test_mask_table(attention, kind, window):
     assert seen.any(1).all()
 
 
+def test_a_row_without_any_anchor_sees_its_own_blocks_only():
+    seen = g.visible(*g.layout(torch.full((1, 2), g.PADDING), B, T), False, None)[0]
+    assert not seen[:, :T].any() and torch.equal(seen[:, T:], torch.block_diag(*[torch.ones(B, B)] * 2).bool())
+
+
 @pytest.mark.parametrize("shift", [-1, 1])
 def test_shifting_positions_or_anchor_changes_the_table(shift):
     qp, qb, kp, kb = g.layout(torch.tensor([6, 9]), B, T)
