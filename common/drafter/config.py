@@ -116,14 +116,14 @@ def shape_for(hidden_size: int, vocab_size: int, n_layers: int, taps: tuple[int,
     if hidden_size >= 1024:
         head_dim, heads = 128, 2 * hidden_size // 128
         shape = dict(num_hidden_layers=6, head_dim=head_dim, num_attention_heads=heads,
-                     num_key_value_heads=_divisor(heads, heads // 4), intermediate_size=3 * hidden_size, rope_theta=1e7, max_position_embeddings=262144, sliding_window=4096,
-                     block_size=16)
+                     num_key_value_heads=_divisor(heads, heads // 4), intermediate_size=3 * hidden_size, rope_theta=1e7,
+                     max_position_embeddings=262144, sliding_window=4096, block_size=16)
     else:
         head_dim = 64 if hidden_size >= 256 and hidden_size % 64 == 0 else 32
         heads = max(1, hidden_size // head_dim)
         shape = dict(num_hidden_layers=2, head_dim=head_dim, num_attention_heads=heads,
-                     num_key_value_heads=_divisor(heads, heads // 2), intermediate_size=128 * -(-hidden_size * 8 // (3 * 128)), rope_theta=1e4, max_position_embeddings=8192,
-                     sliding_window=512, block_size=8)
+                     num_key_value_heads=_divisor(heads, heads // 2), intermediate_size=128 * -(-hidden_size * 8 // (3 * 128)),
+                     rope_theta=1e4, max_position_embeddings=8192, sliding_window=512, block_size=8)
     shape |= dict(rms_norm_eps=1e-6) | overrides
     shape.setdefault("layer_types", (SLIDING,) * (shape["num_hidden_layers"] - 1) + (FULL,))
     if SLIDING not in shape["layer_types"] and "sliding_window" not in overrides:
