@@ -33,16 +33,21 @@ def write_whole(path: Path, parts: bytes | Iterable[bytes | memoryview]) -> None
 
 
 def publish_folder(temporary: Path, final: Path) -> None:
-    """Make a finished temporary folder appear under its name at once and durably; an older one is replaced."""
+    """Make a finished temporary folder appear under its name durably; an older one is first put aside, then removed.
+
+    A kill in between leaves the older one as `.NAME.old`, never half of either."""
     for path in temporary.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     fsync_dir(temporary)
+    aside = final.with_name(f".{final.name}.old")
     if final.exists():
-        shutil.rmtree(final)
+        shutil.rmtree(aside, ignore_errors=True)
+        final.rename(aside)
     temporary.rename(final)
     fsync_dir(final.parent)
+    shutil.rmtree(aside, ignore_errors=True)
 
 
 def sha256_file(path: Path) -> str:

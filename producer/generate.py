@@ -6,6 +6,8 @@ batch.  Left out: hidden states.  They are captured afterwards, one sequence alo
 """
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -15,8 +17,10 @@ from producer.target import Target
 
 
 @torch.inference_mode()
-def answer(target: Target, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling, keys: list[str]) -> list[list[int]]:
+def answer(target: Target, prompts: list[list[int]], max_new_tokens: int, sampling: Sampling, keys: list[str],
+           *, between: Callable[[], None] = lambda: None) -> list[list[int]]:
     """prompts: token ids, not empty; keys: one a prompt, the source of its randomness (its id).
+    between: called before each forward; an exception it raises ends the answers (a daemon that is to stop).
 
     returns the new tokens of each, in order: up to max_new_tokens, ended early by an end token, which is kept.
     Raises CaptureError when the target emits its mask token: it is then no mask token (pitfall C4).
@@ -31,6 +35,7 @@ def answer(target: Target, prompts: list[list[int]], max_new_tokens: int, sampli
     ids, mask, positions = (x.to(target.device) for x in pad_left(prompts))
     live, cache = list(range(len(prompts))), target.new_cache()
     while True:
+        between()
         padded = mask if len(set(map(len, prompts))) > 1 else None          # equal lengths need no mask, and run faster
         logits = target.forward(ids, cache=cache, attention_mask=padded, position_ids=positions).logits[:, -1]
         chosen = choose(logits, sampling, [generators[row] for row in live])

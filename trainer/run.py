@@ -64,19 +64,10 @@ class Run:
         temporary.mkdir()
         tensors = {k: v.contiguous().cpu() for k, v in optim.state_tensors(self.drafter, self.optimizer).items()}
         save_file(tensors, temporary / "state.safetensors", metadata={"step": str(self.step), "tokens": str(self.tokens)})
-        self._publish_resume(temporary)
-
-    def _publish_resume(self, temporary: Path) -> None:
-        """A new folder beside the old, then a rename each: a kill in between leaves one whole state (see _load)."""
-        current, older = self.folder / "resume", self.folder / "resume.old"
-        shutil.rmtree(older, ignore_errors=True)
-        if current.exists():
-            current.rename(older)
-        files.publish_folder(temporary, current)
-        shutil.rmtree(older, ignore_errors=True)
+        files.publish_folder(temporary, self.folder / "resume")
 
     def _load(self) -> bool:
-        for folder in (self.folder / "resume", self.folder / "resume.old"):
+        for folder in (self.folder / "resume", self.folder / ".resume.old"):           # the second: a kill while it was replaced
             path = folder / "state.safetensors"
             if path.exists():
                 with safe_open(path, "pt") as file:

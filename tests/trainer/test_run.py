@@ -75,32 +75,34 @@ def test_a_kill_between_saves_goes_back_to_the_last_one_and_ends_the_same(tmp_pa
     assert [row["step"] for row in rows] == [10, 20]
 
 
-@pytest.mark.parametrize("stage", ["save_file", "publish_folder", "rename", "rmtree"])
+@pytest.mark.parametrize("stage", ["save_file", "first rename", "second rename", "last rmtree"])
 def test_a_kill_at_each_stage_of_a_save_leaves_one_whole_state(tmp_path, monkeypatch, stage):
     import trainer.run as module
     expected = whole(tmp_path)
-    first = loop(tmp_path / "run", steps=20, samples=SAMPLES)
-    saves = 0
-    def save(self, real=Run.save):
-        nonlocal saves
-        saves += 1
-        if saves == 2:
-            def die(*_a, **_k):
+    first, saves = loop(tmp_path / "run", steps=20, samples=SAMPLES), []
+
+    def dying(real, at):
+        calls = []
+        def call(*words, **named):
+            calls.append(words)
+            if len(calls) == at:
                 raise KeyboardInterrupt
-            if stage == "rename":
-                monkeypatch.setattr(module.Path, "rename", die)
-            elif stage == "rmtree":                                   # the last one: the new state stands, the old is still there
-                calls = []
-                monkeypatch.setattr(module.shutil, "rmtree", lambda *a, **k: calls.append(a) or (die() if len(calls) == 3 else None))
-            else:
-                monkeypatch.setattr(module.files if stage == "publish_folder" else module, stage, die)
+            return real(*words, **named)
+        return call
+
+    def save(self, real=Run.save):
+        saves.append(1)
+        if len(saves) == 2:
+            place, name, at = {"save_file": (module, "save_file", 1), "first rename": (module.Path, "rename", 1),
+                               "second rename": (module.Path, "rename", 2), "last rmtree": (module.shutil, "rmtree", 3)}[stage]
+            monkeypatch.setattr(place, name, dying(getattr(place, name), at))
         real(self)
     monkeypatch.setattr(Run, "save", save)
     with pytest.raises(KeyboardInterrupt):
         first.go()
     monkeypatch.undo()
     second = loop(tmp_path / "run", steps=20, samples=SAMPLES)
-    assert second.run.step in (5, 10)
+    assert second.run.step == (10 if stage == "last rmtree" else 5)
     second.go()
     assert_same(weights(second.run), expected)
 

@@ -1,0 +1,183 @@
+"""`hsprod serve`: joins settings, target, store, link and the two things the target does: samples and evaluations.
+
+One thread runs the target (this one), encoders and the link's socket have theirs.  Evaluations go first: a trainer
+waits for them, and they take seconds."""
+from __future__ import annotations
+
+import logging
+import queue
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from common import service
+from common.capture import parse_taps
+from common.contract import ExtractionContract
+from common.drafter import checkpoint
+from common.errors import CorruptError, UserError
+from common.status import Board
+from producer import assets, evaluate, prompts as prompt_files
+from producer.config import Mode, Serve
+from producer.production import Production, Stopped
+from producer.schedule import Progress
+from producer.speculate import Limit
+from producer.target import Target, layer_count, load
+from protocol.keys import ProducerKeys
+from protocol.link import CheckpointReady, ProducerLink
+from protocol.store import DiskFull, SampleStore, should_pause
+
+log = logging.getLogger("hsprod")
+SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
+SALT = "hsdraft"             # of the split; fixed, so that a prompt is held out on every box or on none
+
+
+def serve(settings: Serve, stop: service.Stop) -> None:
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    taps = parse_taps(settings.layers, layer_count(settings.target))
+    split = read_prompts(settings)
+    target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token)
+    contract = target.contract(taps, prompt_files.thinking_mode(target.tokenizer, settings.thinking))
+    log.info("target %s: %s, taps %s, contract %s", target.name, target.dtype, ",".join(map(str, taps)), contract.hash[:12])
+    folder = settings.state_dir / "streams" / contract.hash[:16]
+    offered = assets.write(target, settings.state_dir / "assets" / contract.hash[:16])
+    with SampleStore(folder / "samples", contract=contract.to_dict()) as store:
+        link = ProducerLink(settings.bind, store, contract.to_dict(), assets.describe(offered), offered,
+                            cursors=folder / "subscribers.json", inbox_dir=folder / "checkpoints",
+                            keys=ProducerKeys(settings.keys) if settings.keys else None, insecure=settings.insecure)
+        production = Production(target, contract, split.train, settings, store,
+                                Progress(folder / "progress.json", prompt_files.prompts_hash(split.train), store.next), lambda: bool(stop))
+        evaluator = Evaluator(target, contract, split.held_out, settings, lambda: bool(stop))
+        with link:
+            log.info("listening on %s; stream %s holds %d samples", settings.bind, store.stream[:8], store.next - store.first)
+            service.notify(READY="1")
+            Loop(settings, stop, store, link, production, evaluator).run()
+        production.close()
+    log.info("stopped")
+
+
+def read_prompts(settings: Serve) -> prompt_files.Split:
+    path = settings.prompts or SHIPPED
+    split = prompt_files.split(prompt_files.read(path), settings.held_out, SALT)
+    if settings.mode is Mode.prefill and (bare := [p for p in split.train if p.answer is None]):
+        raise UserError(f"{path}: {len(bare)} prompts have no answer, which --mode prefill needs; use --mode generate")
+    log.info("%d prompts, %d held out, %d duplicates left out", len(split.train), len(split.held_out), split.duplicates)
+    return split
+
+
+class Evaluator:
+    """Checkpoints in, acceptance reports out.  Plain texts are decoded once and kept for all checkpoints."""
+
+    def __init__(self, target: Target, contract: ExtractionContract, held_out: list[prompt_files.Prompt], settings: Serve, stop) -> None:
+        self._target, self._contract, self._stop = target, contract, stop
+        chosen = sorted(held_out, key=lambda p: p.id)[:settings.eval_prompts]
+        self._prompts = [(p.id, prompt_files.render(target.tokenizer, p, contract.thinking)) for p in chosen]
+        self._hash = prompt_files.prompts_hash(chosen)
+        self._plain = evaluate.PlainTexts(target, Limit(settings.eval_new_tokens, target.eos_ids), contract.taps)
+
+    def report(self, ready: CheckpointReady) -> dict:
+        """Raises CorruptError for a checkpoint that cannot be used, Stopped."""
+        drafter, config, record = checkpoint.load(ready.folder, device=self._target.device, dtype=self._target.dtype)
+        for name, ours, theirs in (("contract", self._contract.hash, record.get("contract")), ("taps", self._contract.taps, config.taps),
+                                   ("hidden size", self._target.hidden_size, config.hidden_size),
+                                   ("mask token", self._target.mask_token_id, config.mask_token_id)):
+            if ours != theirs:
+                raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
+        began = time.monotonic()
+        result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=self._progress)
+        return result | {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self._hash, "seconds": time.monotonic() - began}
+
+    def _progress(self, done: int, of: int) -> None:
+        if self._stop():
+            raise Stopped
+
+
+@dataclass
+class Loop:
+    """tick by tick: evaluate what waits, else produce, else idle."""
+
+    settings: Serve
+    stop: service.Stop
+    store: SampleStore
+    link: ProducerLink
+    production: Production
+    evaluator: Evaluator
+
+    def run(self) -> None:
+        self.board, self.began, self.paused, self.last_report, self._disk_full = Board(self.settings.state_dir), time.monotonic(), False, "", False
+        while not self.stop:
+            self.link.raise_if_failed()
+            self.link.set_ended(self.production.ended)
+            try:
+                if not (self.evaluate() or self.produce()):
+                    self.say("all prompts are answered; waiting for checkpoints" if self.production.ended else "paused: " + self.why_paused())
+                    self.stop.wait(0.1)
+            except Stopped:
+                break
+            service.notify(WATCHDOG="1")
+        service.notify(STOPPING="1")
+        self.say("stopped", force=True)
+
+    def evaluate(self) -> bool:
+        try:
+            ready = self.link.inbox.get_nowait()
+        except queue.Empty:
+            return False
+        self.say(f"evaluating {ready.run} step {ready.step}", force=True)
+        try:
+            result = self.evaluator.report(ready)
+        except CorruptError as error:
+            log.error("%s step %d from %s: %s", ready.run, ready.step, ready.peer, error)
+            self.link.report(ready, error=str(error))
+            return True
+        self.last_report = f"{ready.run} step {ready.step}: tau {result['tau']:.2f}, eta {result['eta']:.2f}, {result['identical']}/{result['prompts']} identical"
+        log.info("%s (%.1f s)", self.last_report, result["seconds"])
+        self.link.report(ready, result=result)
+        return True
+
+    def produce(self) -> bool:
+        """One batch, unless the stream has ended or the disk budget is used up."""
+        if self.production.ended:
+            return False
+        self.make_room()
+        if self.paused:
+            return False
+        self.say("answering prompts")
+        try:
+            self._disk_full = False
+            if not self.production.step():
+                return True
+        except DiskFull as error:
+            self._disk_full = True
+            log.error("%s", error)
+            return False
+        self.link.samples_ready()
+        return True
+
+    def make_room(self) -> None:
+        """Free what every known trainer has, oldest first, when the budget is nearly used; then decide whether to pause."""
+        budget = int(self.settings.disk_budget * 1e9)
+        acked = self.link.lowest_acked()
+        if acked is not None and should_pause(self.store.bytes_used, budget, self.paused):
+            self.store.drop_below(acked + 1)
+        paused = should_pause(self.store.bytes_used, budget, self.paused)
+        if paused != self.paused:
+            log.warning("disk budget: %s at %.3f of %.3f GB", "paused" if paused else "going on", self.store.bytes_used / 1e9, budget / 1e9)
+        self.paused = paused
+
+    def why_paused(self) -> str:
+        if self._disk_full:
+            return "the disk is full"
+        slow = [f"{name} (at {peer['acked']})" for name, peer in self.link.snapshot()["peers"].items() if peer["acked"] < self.store.next - 1]
+        return f"disk budget used up; waiting for {', '.join(slow) or 'a first trainer'}"
+
+    def say(self, doing: str, *, force: bool = False) -> None:
+        c, seconds = self.production.counters, time.monotonic() - self.began
+        ratio = c["raw_bytes"] / c["bytes"] if c["bytes"] else 0.0
+        stream = (f"{self.store.next:,} samples, {c['tokens']:,} tokens this start ({c['tokens'] / seconds:.0f}/s), "
+                  f"{self.store.bytes_used / 1e6:.1f} MB, ratio {ratio:.2f}")
+        self.board.show({"doing": doing, "stream": stream, "last_evaluation": self.last_report, "address": self.settings.bind,
+                         "counters": dict(c), "trainers": self.link.snapshot()["peers"]}, time.time(), force=force)
+        service.notify(STATUS=f"{doing}; {stream}")

@@ -1,0 +1,119 @@
+"""Samples, made a batch at a time: the target answers prompts (or reads given answers), each text is captured alone,
+captures are encoded beside the target's work, and the store takes them in order.
+
+Owns no thread of its own but the encoders'; the daemon calls it between evaluations.  Nothing is dropped without a
+count: captures that cannot be right (`refused`), sequences that are too long (`too_long`).
+"""
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from common.contract import ExtractionContract
+from common.errors import CaptureError
+from producer import generate, prompts as prompt_files
+from producer.config import Mode, Serve
+from producer.prompts import Prompt
+from producer.sampling import Sampling
+from producer.schedule import Progress, order
+from producer.target import Target
+from protocol import codec
+from protocol.store import SampleStore
+
+log = logging.getLogger("production")
+ENCODERS = 2                 # threads; one keeps up with the target, two hide a long sample
+
+
+class Stopped(Exception):
+    """The daemon is to stop: what is in hand is given up, and made again after the next start."""
+
+
+@dataclass
+class Production:
+    """counters: samples, tokens, raw_bytes, bytes, refused, too_long."""
+
+    target: Target
+    contract: ExtractionContract
+    prompts: list[Prompt]                # the training side alone
+    settings: Serve
+    store: SampleStore
+    progress: Progress
+    stop: Callable[[], bool]
+
+    def __post_init__(self) -> None:
+        self.counters: Counter[str] = Counter()
+        self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
+        self._made: list[tuple[int, bytes]] = []              # encoded, waiting for the disk
+        self._orders: dict[int, list[Prompt]] = {}
+
+    @property
+    def ended(self) -> bool:
+        return self.progress.item >= len(self.prompts) * self.settings.passes and not self._made
+
+    def step(self) -> int:
+        """One batch of samples into the store; returns how many.  Raises DiskFull (call again later), Stopped."""
+        if not self._made:
+            self._make()
+        count = 0
+        while self._made:
+            self.store.append(*self._made[0])
+            self._made.pop(0)
+            count += 1
+        return count
+
+    def _make(self) -> None:
+        items = range(self.progress.item, min(self.progress.item + self.settings.batch, len(self.prompts) * self.settings.passes))
+        chosen = [self._prompt(item) for item in items]
+        kept, jobs = [], []
+        for item, prompt, (ids, mask) in zip(items, chosen, self._texts(items, chosen)):
+            if self.stop():
+                raise Stopped
+            if len(ids) > self.settings.max_tokens:
+                self.counters["too_long"] += 1
+                log.warning("prompt %s: %d tokens, the limit is %d (--max-tokens): left out", prompt.id[:12], len(ids), self.settings.max_tokens)
+                continue
+            try:
+                capture = self.target.capture(ids, mask, self.contract.taps, prompt.id)
+            except CaptureError as error:
+                self.counters["refused"] += 1
+                log.error("prompt %s: capture refused: %s", prompt.id[:12], error)
+                continue
+            seq = self.store.next + len(kept)
+            kept.append(item)
+            jobs.append((seq, self._encoders.submit(codec.encode, capture, stream=self.store.stream, seq=seq, contract=self.contract.hash)))
+            self.counters["tokens"] += capture.tokens
+            self.counters["raw_bytes"] += capture.taps.nbytes + capture.final.nbytes
+        made = [(seq, job.result()) for seq, job in jobs]
+        self.progress.begin(self.store.next, kept, items[-1] + 1)
+        self.counters["samples"] += len(made)
+        self.counters["bytes"] += sum(len(data) for _, data in made)
+        self._made = made
+
+    def _prompt(self, item: int) -> Prompt:
+        number, place = divmod(item, len(self.prompts))
+        if number not in self._orders:
+            self._orders = {number: order(self.prompts, number)}
+        return self._orders[number][place]
+
+    def _texts(self, items: range, chosen: list[Prompt]) -> list[tuple[list[int], list[bool]]]:
+        """ids and loss mask of each, in order."""
+        tokenizer, thinking = self.target.tokenizer, self.contract.thinking
+        if self.settings.mode is Mode.prefill:
+            return [prompt_files.render_conversation(tokenizer, [*p.messages, {"role": "assistant", "content": p.answer}], thinking,
+                                                     self.target.eos_ids) for p in chosen]
+        asked = [prompt_files.render(tokenizer, prompt, thinking) for prompt in chosen]
+        s = self.settings
+        answers = generate.answer(
+            self.target, asked, s.max_new_tokens, Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=s.seed),
+            [f"{prompt.id}/{item // len(self.prompts)}" for item, prompt in zip(items, chosen)], between=self._check_stop)
+        return [(q + a, [False] * len(q) + [True] * len(a)) for q, a in zip(asked, answers)]
+
+    def _check_stop(self) -> None:
+        if self.stop():
+            raise Stopped
+
+    def close(self) -> None:
+        self._encoders.shutdown(cancel_futures=True)
