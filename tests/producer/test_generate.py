@@ -74,6 +74,19 @@ def test_nothing_asked_nothing_answered(target):
             answer(target, prompts, n, GREEDY, keys)
 
 
+def test_between_is_called_before_each_forward_and_can_end_it(target):
+    class Enough(Exception):
+        pass
+    calls = iter([None] * 3)
+
+    def between() -> None:
+        if next(calls, Enough) is Enough:
+            raise Enough
+    assert len(answer(target, [PROMPTS[1]], 3, GREEDY, ["b"], between=between)[0]) == 3
+    with pytest.raises(Enough):
+        answer(target, [PROMPTS[1]], 1, GREEDY, ["b"], between=between)
+
+
 def test_pad_left():
     ids, mask, positions = pad_left([[7, 8, 9], [5]])
     assert ids.tolist() == [[7, 8, 9], [0, 0, 5]] and mask.tolist() == [[1, 1, 1], [0, 0, 1]] and positions.tolist() == [[0, 1, 2], [0, 0, 0]]

@@ -128,6 +128,27 @@ def test_a_final_state_that_lm_head_does_not_read_is_refused(target, monkeypatch
             handle.remove()
 
 
+def test_a_probe_whose_order_turns_within_rounding_is_refused(target, monkeypatch):
+    """Large terms that cancel: both logits are within bf16's rounding of the model's, but the trainer's argmax would differ."""
+    head = torch.zeros_like(target.head)
+    head[10, :3], head[11, :3] = torch.tensor([100.0, -100.0, 1.0]), torch.tensor([100.0, -100.0, 0.9])
+    forward = target.forward
+
+    def crafted(*args, **more):
+        out = forward(*args, **more)
+        final, logits = out.final.clone(), torch.zeros_like(out.logits)
+        final[..., :3] = 1
+        logits[..., 10], logits[..., first] = 1.0, logit
+        return dataclasses.replace(out, logits=logits, final=final)
+    monkeypatch.setattr(target, "forward", crafted)
+    monkeypatch.setattr(target, "head", head)
+    first, logit = 11, 0.9
+    assert set(target.capture(IDS, NO_LOSS, TAPS).probe_tokens) == {10}
+    logit = 1.2
+    with pytest.raises(CaptureError, match="final state, row"):
+        target.capture(IDS, NO_LOSS, TAPS)
+
+
 def test_probes_are_rows_that_rounding_does_not_turn(target, monkeypatch):
     forward = target.forward
 
