@@ -70,3 +70,17 @@ def test_impossible_states_are_refused_by_layer_and_row():
     ):
         with pytest.raises(CaptureError, match=says):
             check_states(capture, (1, 3))
+
+
+def test_only_the_same_token_at_the_very_start_may_repeat_a_row():
+    def repeated(row, same_token):
+        capture = made()
+        for plane in (*capture.taps, capture.final):
+            plane[row] = plane[row - 1]
+        if same_token:
+            capture.ids[row] = capture.ids[row - 1]
+        return capture
+    check_states(repeated(1, True), (1, 3))
+    for capture in (repeated(1, False), repeated(2, True)):
+        with pytest.raises(CaptureError, match="equals the row before"):
+            check_states(capture, (1, 3))

@@ -57,12 +57,19 @@ def test_seed_and_key_decide(target):
     assert texts(1, ["a", "b", "a"])[0] != first[0]
 
 
-def test_a_target_that_emits_its_mask_token_is_stopped(target):
-    token = answer(target, [PROMPTS[1]], 3, GREEDY, ["b"])[0][0]
+def test_the_mask_token_ends_its_own_answer_alone_and_its_capture_is_refused(target):
+    """Pitfall C4: a target that emits it must neither go on nor take its neighbours along."""
+    before = answer(target, PROMPTS, 3, GREEDY, KEYS)
+    token = before[1][0]
     good, target.mask_token_id = target.mask_token_id, token
     try:
-        with pytest.raises(CaptureError, match="prompt b: .*mask token"):
-            answer(target, PROMPTS, 3, GREEDY, KEYS)
+        after = answer(target, PROMPTS, 3, GREEDY, KEYS)
+        assert after[1] == [token]
+        for row in (0, 2):
+            cut = before[row][:before[row].index(token) + 1] if token in before[row] else before[row]
+            assert after[row] == cut
+        with pytest.raises(CaptureError, match="mask token"):
+            target.capture(PROMPTS[1] + after[1], [False] * len(PROMPTS[1]) + [True], (1,))
     finally:
         target.mask_token_id = good
 
