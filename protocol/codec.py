@@ -1,17 +1,16 @@
 """Capture <-> bytes: one self-describing byte string is one sample, one file and one payload on the wire.
 
-A bf16 number of a hidden state carries about 2.7 bits of news in its exponent and 7.9 in its sign and mantissa.  So the
-exponent is squeezed and the rest is stored as it is:
+    prefix   24 bytes, little-endian: magic "hsdraft\\0", version u16, zero u16, header length u32, crc32 u32 of all of it and
+             the header: a flip in any length is found before the length is used
+    header   msgpack map, the fields of Header: bounded, every one checked for type and range, then against the others and the
+             real length, before anything is allocated
+    side     one zstd frame, its crc32 in the header: ids i32[T], loss_mask u8[T], probe_rows i32[P], probe_tokens i32[P],
+             bases u8[K+1, H], frame sizes u32[2 a piece], escapes a piece u32, escape positions u32[E], differences u8[E]
+    body     for each plane (K taps, then the final state), for each piece: pairs, rest (protocol/planes.py), a zstd frame each.
+             pairs is Huffman-coded; rest does not shrink and is kept in raw blocks, for the frame's checksum
 
-    exponent   minus its channel's base (a median, less BELOW) lies in 0..14 for all but 0.1 % of values: a nibble.  15 says
-               escape: position and true difference stand in the side buffer.  A value of a piece's first half and one of
-               its second half make one byte, and zstd held to Huffman codes the bytes.  Half the symbols of exponent
-               bytes: twice the speed both ways, and nearer to the entropy.
-    rest       sign and mantissa.  The same two values share a word: the first's bits at their own places (0x807F), the
-               second's with the bytes exchanged, so each comes back by one mask.  zstd stores it (raw blocks, a checksum).
-
-zstd's content checksum (xxh64) guards each frame; it costs a third of zlib.crc32.  Work goes piece by piece, so that
-intermediates stay in the cache.  Lossless for all 65536 patterns.  The layout, byte by byte, is in protocol/README.md.
+zstd's content checksum (xxh64) guards each frame: it costs a third of zlib.crc32 and needs no other library.  A frame's own
+header is not covered by it, so it is compared with the only one that the format allows.
 Left out: lossy modes, and more than one thread (callers encode samples side by side; numpy and zstd free the GIL).
 """
 from __future__ import annotations
@@ -27,24 +26,18 @@ import zstandard
 
 from common.capture import Capture
 from common.errors import CaptureError, CorruptError
+from protocol import planes
 
 MAGIC = b"hsdraft\0"
 VERSION = 1
-PREFIX = struct.Struct("<8sHHII")       # magic, version, zero, header length, crc32 of all that comes before it and the header
-MAX_HEADER = 1024                       # a header is about 250 bytes
-MAX_PLANES = 2 << 30                    # bytes of bf16 in one sample: 58k tokens of 8 taps + final state at 2048 wide
-LIMITS = {"seq": 1 << 48, "tokens": 1 << 20, "taps": 256, "hidden": 1 << 16, "probes": 1 << 16, "escapes": MAX_PLANES // 2,
-          "side_bytes": 1 << 32, "side_crc": (1 << 32) - 1, "body_bytes": 1 << 32}
+PREFIX = struct.Struct("<8sHHII")
+MAX_HEADER = 1024                       # bytes; a header has about 250
+MAX_DECODED = 2 << 30                   # bytes that one sample may decode to: 58k tokens of 8 taps + final state at 2048 wide
+LIMITS = {"seq": 1 << 48, "tokens": 1 << 20, "taps": 256, "hidden": 1 << 16, "probes": 1 << 16, "escapes": MAX_DECODED,
+          "side_bytes": MAX_DECODED, "side_crc": (1 << 32) - 1, "body_bytes": 2 * MAX_DECODED}
 AT_LEAST_1 = ("tokens", "taps", "hidden")
-PIECE = 1 << 18                         # values coded at once: 1.5 MB of intermediates.  A quarter of it costs a third more time
-BELOW = 10                              # of the 15 nibbles, how many lie below the channel's usual exponent
-SAMPLE_ROWS = 3 ** 5                    # at most so many rows decide what is usual
 HUFFMAN = dict(strategy=zstandard.STRATEGY_FAST, window_log=17, min_match=7, hash_log=6)
 RAW_LEVEL = -131072                     # zstd's fastest: it finds nothing and stores raw blocks
-ESCAPE = 15
-FOUR, SEVEN = np.uint16(4), np.uint16(7)
-REST, NIBBLE = np.uint16(0x807F), np.uint16(0x0780)         # sign and mantissa; the exponent's low four bits
-SWAPPED = ">u2"                         # the bytes of a little-endian word, exchanged
 
 
 @dataclass(frozen=True)
@@ -65,8 +58,8 @@ class Header:
     body_bytes: int
 
     @property
-    def planes_bytes(self) -> int:
-        """bf16 bytes that decoding gives: taps and final states."""
+    def state_bytes(self) -> int:
+        """bf16 bytes of taps and final states, decoded."""
         return 2 * (self.taps + 1) * self.tokens * self.hidden
 
 
@@ -83,21 +76,20 @@ class Sample:
 def encode(capture: Capture, *, stream: str, seq: int, contract: str) -> bytes:
     """One sample as bytes.  Raises CaptureError for a capture that the format does not hold (no token, no tap, too large)."""
     taps, tokens, hidden = capture.taps.shape
-    planes = [np.ascontiguousarray(plane) for plane in (*capture.taps, capture.final)]
     header = dict(stream=stream, seq=seq, contract=contract, prompt=capture.prompt, tokens=tokens, taps=taps, hidden=hidden,
                   probes=len(capture.probe_rows), escapes=0, side_bytes=0, side_crc=0, body_bytes=0)
     try:
         _checked(header)
     except CorruptError as error:
         raise CaptureError(str(error)) from None
-    scratch, packer = _Scratch(tokens, hidden), _Packer()
+    scratch, packer = planes.Scratch(tokens, hidden), _Packer()
     bases, frames, positions, values = [], [], [], []
-    for plane in planes:
-        base = _base(plane)
+    for plane in (*capture.taps, capture.final):
+        base = planes.channel_base(plane)
         bases.append(base)
-        tiled = _tiled(base, tokens)
-        for piece in _cut(plane):
-            pairs, rest, where, what = _split(piece, tiled[:len(piece)], scratch)
+        tiled = planes.tiled(base, tokens)
+        for piece in planes.cut(plane):
+            pairs, rest, where, what = planes.split(piece, tiled[:len(piece)], scratch)
             frames += [packer.huffman.compress(pairs), packer.raw.compress(rest)]
             positions.append(where)
             values.append(what)
@@ -115,16 +107,16 @@ def encode(capture: Capture, *, stream: str, seq: int, contract: str) -> bytes:
 def decode(data: bytes | memoryview) -> Sample:
     """The sample, every checksum verified.  Raises CorruptError; allocates only what a checked header declares."""
     header, side, frames = _open(data)
-    scratch = _Scratch(header.tokens, header.hidden)
-    planes = np.empty((header.taps + 1, header.tokens, header.hidden), np.uint16)
-    places = iter(_places(side))
-    for plane, base in zip(planes, side["bases"].reshape(len(planes), header.hidden)):
-        tiled = _tiled(base, header.tokens)
-        for piece in _cut(plane):
+    scratch = planes.Scratch(header.tokens, header.hidden)
+    states = np.empty((header.taps + 1, header.tokens, header.hidden), np.uint16)
+    places = _places(side)
+    for plane, base in zip(states, side["bases"].reshape(len(states), header.hidden)):
+        tiled = planes.tiled(base, header.tokens)
+        for piece in planes.cut(plane):
             pairs, rest = next(frames)
-            _merge(pairs, rest, *next(places), tiled[:len(piece)], scratch, out=piece)
-    capture = Capture(ids=side["ids"].astype(np.int32), loss_mask=side["loss_mask"].astype(np.bool_), taps=planes[:-1],
-                      final=planes[-1], probe_rows=side["probe_rows"].astype(np.int32),
+            planes.merge(pairs, rest, *next(places), tiled[:len(piece)], scratch, out=piece)
+    capture = Capture(ids=side["ids"].astype(np.int32), loss_mask=side["loss_mask"].astype(np.bool_), taps=states[:-1],
+                      final=states[-1], probe_rows=side["probe_rows"].astype(np.int32),
                       probe_tokens=side["probe_tokens"].astype(np.int32), prompt=header.prompt)
     return Sample(header.stream, header.seq, header.contract, capture)
 
@@ -139,7 +131,7 @@ def verify(data: bytes | memoryview) -> Header:
 
 def read_header(data: bytes | memoryview) -> Header:
     """Magic, version, bounds, lengths and the header's checksum; no plane is touched.  Raises CorruptError."""
-    data = memoryview(data)
+    data = memoryview(data).cast("B")
     if len(data) < PREFIX.size:
         raise CorruptError(f"sample: {len(data)} bytes are less than a prefix")
     magic, version, zero, length, crc = PREFIX.unpack_from(data)
@@ -171,14 +163,14 @@ def _checked(values: object) -> Header:
             least = int(name in AT_LEAST_1)
             if type(value) is not int or not least <= value <= LIMITS[name]:
                 raise CorruptError(f"sample: {name} is {value!r}, allowed are {least} to {LIMITS[name]}")
-        elif type(value) is not str or len(value) > 128:
-            raise CorruptError(f"sample: {name} is not text of at most 128 characters")
+        elif type(value) is not str or len(value) > 128 or not value.isascii():
+            raise CorruptError(f"sample: {name} is not ASCII text of at most 128 characters")
     header = Header(**values)
     if len(header.contract) != 64 or set(header.contract) - set("0123456789abcdef"):
         raise CorruptError("sample: contract is not a sha256 in hex")
-    if header.planes_bytes > MAX_PLANES:
-        raise CorruptError(f"sample: {header.planes_bytes} bytes of planes, at most {MAX_PLANES} allowed")
-    if header.probes > header.tokens or 2 * header.escapes > header.planes_bytes:
+    if header.state_bytes + 5 * header.escapes > MAX_DECODED:
+        raise CorruptError(f"sample: {header.state_bytes} bytes of states, {header.escapes} escapes: at most {MAX_DECODED} bytes allowed")
+    if header.probes > header.tokens or 2 * header.escapes > header.state_bytes:
         raise CorruptError(f"sample: {header.probes} probes, {header.escapes} escapes for {header.tokens} tokens")
     return header
 
@@ -193,98 +185,9 @@ class _Packer:
         self.small = zstandard.ZstdCompressor(level=3, write_checksum=True)
 
 
-class _Scratch:
-    """Intermediates of one piece, reused for every piece of a sample."""
-
-    def __init__(self, tokens: int, hidden: int) -> None:
-        size = 2 * _half(min(tokens, _rows_per_piece(hidden)) * hidden)
-        self.bytes, self.nibbles, self.fifteens = (np.full(size, ESCAPE, np.uint8) for _ in range(3))
-        self.words, self.rest = (np.zeros(size, np.uint16) for _ in range(2))
-
-
-def _rows_per_piece(hidden: int) -> int:
-    return max(1, PIECE // hidden)
-
-
-def _cut(plane: np.ndarray) -> Iterator[np.ndarray]:
-    """Pieces of one plane (T, H): whole rows, flat, at most PIECE values."""
-    rows = _rows_per_piece(plane.shape[1])
-    for start in range(0, len(plane), rows):
-        yield plane[start:start + rows].reshape(-1)
-
-
-def _half(values: int) -> int:
-    """Pairs for so many values: pair i is values i and half + i, zero behind the end.  A multiple of 8, for uint64 views."""
-    return (values + 15) // 16 * 8
-
-
-def _base(plane: np.ndarray) -> np.ndarray:
-    """Exponent that counts as 0, per channel: (T, H) uint16 -> (H,) uint8, modulo 256.
-
-    A median of some rows, less BELOW: the remedian (Rousseeuw and Bassett 1990, medians of three, of three, ...), which is
-    whole-row minima and maxima and costs a quarter of np.partition down the columns.  The decoder need not know the rule.
-    """
-    count = SAMPLE_ROWS
-    while count > len(plane):
-        count //= 3
-    rows = (plane[np.arange(count) * len(plane) // count] >> SEVEN).astype(np.uint8)
-    while len(rows) > 1:
-        a, b, c = rows[0::3], rows[1::3], rows[2::3]
-        rows = np.maximum(np.minimum(a, b), np.minimum(np.maximum(a, b), c))
-    return rows[0] - np.uint8(BELOW)
-
-
-def _tiled(base: np.ndarray, tokens: int) -> np.ndarray:
-    """(H,) exponents -> one piece's worth of them, where bf16 has its exponent: uint16."""
-    return np.tile(base.astype(np.uint16) << SEVEN, min(tokens, _rows_per_piece(len(base))))
-
-
-def _split(piece: np.ndarray, base: np.ndarray, scratch: _Scratch) -> tuple[np.ndarray, ...]:
-    """n values, n exponent bases -> pairs (half,) uint8, rest (half,) uint16, escapes: positions (E,) uint32, differences (E,) uint8.
-
-    pairs and rest are views of scratch: compress them before the next call.
-    """
-    n, half = len(piece), _half(len(piece))
-    words, nibbles, differences = scratch.words[:2 * half], scratch.nibbles[:2 * half], scratch.bytes[:2 * half]
-    np.subtract(piece, base, out=words[:n])                         # modulo 2**16: a borrow turns the sign, the sum turns it back
-    words[n:] = 0
-    np.right_shift(words, SEVEN, out=differences, casting="unsafe")             # the cast drops the sign
-    np.minimum(differences, scratch.fifteens[:2 * half], out=nibbles)           # numpy's minimum with a scalar is 12 times slower
-    where = np.flatnonzero(nibbles == ESCAPE)
-    what = differences[where]
-    low, high = nibbles[:half].view(np.uint64), nibbles[half:].view(np.uint64)
-    np.left_shift(high, np.uint64(4), out=high)
-    np.bitwise_or(low, high, out=low)
-    np.bitwise_and(words, REST, out=words)
-    swapped = scratch.rest[:half]
-    np.copyto(swapped, words[half:].view(SWAPPED))
-    np.bitwise_or(words[:half], swapped, out=swapped)
-    return nibbles[:half], swapped, where.astype(np.uint32), what
-
-
-def _merge(pairs: bytes, rest: bytes, where: np.ndarray, what: np.ndarray, base: np.ndarray, scratch: _Scratch,
-           *, out: np.ndarray) -> None:
-    """The inverse of _split, into out (n,) uint16."""
-    n, half = len(out), len(pairs)
-    exponents, remainders = scratch.words[:2 * half], scratch.rest[:2 * half]
-    first, second = exponents[:half], exponents[half:]
-    np.copyto(second, np.frombuffer(pairs, np.uint8))
-    np.left_shift(second, SEVEN, out=second)
-    np.bitwise_and(second, NIBBLE, out=first)
-    np.right_shift(second, FOUR, out=second)
-    np.bitwise_and(second, NIBBLE, out=second)
-    exponents[where] = what.astype(np.uint16) << SEVEN
-    np.add(exponents[:n], base, out=exponents[:n])
-    packed, second = np.frombuffer(rest, np.uint16), remainders[half:]
-    np.bitwise_and(packed, REST, out=remainders[:half])
-    np.copyto(second, packed.view(SWAPPED))
-    np.bitwise_and(second, REST, out=second)
-    np.add(exponents[:n], remainders[:n], out=out)
-
-
 def _open(data: bytes | memoryview) -> tuple[Header, dict[str, np.ndarray], Iterator[tuple[bytes, bytes]]]:
     """Header, side arrays, and the checked frames (pairs, rest) of each piece in order, decompressed one by one."""
-    data = memoryview(data)
+    data = memoryview(data).cast("B")
     header = read_header(data)
     start = len(data) - header.body_bytes
     side = _read_side(data[start - header.side_bytes:start], header)
@@ -293,23 +196,23 @@ def _open(data: bytes | memoryview) -> tuple[Header, dict[str, np.ndarray], Iter
 
 def _piece_sizes(header: Header) -> list[int]:
     """Values in each piece of one plane."""
-    rows = _rows_per_piece(header.hidden)
+    rows = planes.rows_per_piece(header.hidden)
     return [min(rows, header.tokens - start) * header.hidden for start in range(0, header.tokens, rows)]
 
 
 def _read_side(frame: memoryview, header: Header) -> dict[str, np.ndarray]:
-    planes, pieces = header.taps + 1, (header.taps + 1) * len(_piece_sizes(header))
+    """The side buffer's arrays by name, checked against each other and the header."""
+    sizes = _piece_sizes(header) * (header.taps + 1)
     layout = {"ids": ("<i4", header.tokens), "loss_mask": ("u1", header.tokens), "probe_rows": ("<i4", header.probes),
-              "probe_tokens": ("<i4", header.probes), "bases": ("u1", planes * header.hidden), "sizes": ("<u4", 2 * pieces),
-              "counts": ("<u4", pieces), "positions": ("<u4", header.escapes), "differences": ("u1", header.escapes)}
+              "probe_tokens": ("<i4", header.probes), "bases": ("u1", (header.taps + 1) * header.hidden), "sizes": ("<u4", 2 * len(sizes)),
+              "counts": ("<u4", len(sizes)), "positions": ("<u4", header.escapes), "differences": ("u1", header.escapes)}
     if zlib.crc32(frame) != header.side_crc:
         raise CorruptError("sample: the side buffer's checksum is wrong")
-    data = _unpack(frame, sum(np.dtype(dtype).itemsize * count for dtype, count in layout.values()))
+    data = _unpack(frame, sum(np.dtype(dtype).itemsize * count for dtype, count in layout.values()), zstandard.ZstdDecompressor())
     side, at = {}, 0
     for name, (dtype, count) in layout.items():
         side[name] = np.frombuffer(data, dtype, count, at)
         at += side[name].nbytes
-    sizes = np.tile(_piece_sizes(header), planes)
     if int(side["sizes"].sum(dtype=np.uint64)) != header.body_bytes or int(side["counts"].sum(dtype=np.uint64)) != header.escapes:
         raise CorruptError("sample: frame sizes or escape counts do not add up")
     if header.escapes and (side["positions"] >= np.repeat(sizes, side["counts"])).any():
@@ -328,25 +231,23 @@ def _places(side: dict[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarra
 
 def _read_frames(body: memoryview, side: dict[str, np.ndarray], header: Header) -> Iterator[tuple[bytes, bytes]]:
     ends = np.cumsum(side["sizes"], dtype=np.int64).tolist()
-    starts = iter(zip([0, *ends], ends))
+    places = zip([0, *ends], ends)
     unpacker = zstandard.ZstdDecompressor()
     for values in _piece_sizes(header) * (header.taps + 1):
-        (a, b), (c, d) = next(starts), next(starts)
-        yield _unpack(body[a:b], _half(values), unpacker), _unpack(body[c:d], 2 * _half(values), unpacker)
+        half = planes.half_of(values)
+        yield tuple(_unpack(body[slice(*next(places))], size, unpacker, _frame_head(size)) for size in (half, 2 * half))
 
 
-def _unpack(frame: memoryview, size: int, unpacker: zstandard.ZstdDecompressor | None = None) -> bytes:
-    """One zstd frame of exactly `size` bytes, checksum verified; its own header is compared, not trusted."""
-    head = _frame_head(size)
+def _unpack(frame: memoryview, size: int, unpacker: zstandard.ZstdDecompressor, head: bytes = b"") -> bytes:
+    """One zstd frame of exactly `size` bytes that begins with `head`, its checksum verified."""
     if frame[:len(head)] != head:
         raise CorruptError(f"sample: a frame does not begin as one of {size} bytes does")
     try:
-        data = (unpacker or zstandard.ZstdDecompressor()).decompress(frame, allow_extra_data=False)
+        if zstandard.frame_content_size(frame) != size:             # before zstd allocates what the frame claims
+            raise CorruptError(f"sample: a frame of another size than {size} bytes")
+        return unpacker.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptError(f"sample: {error}") from None
-    if len(data) != size:
-        raise CorruptError(f"sample: a frame of {len(data)} bytes, expected {size}")
-    return data
 
 
 def _frame_head(size: int) -> bytes:
@@ -354,4 +255,4 @@ def _frame_head(size: int) -> bytes:
     for flag, width, least, limit in ((0x24, 1, 0, 256), (0x64, 2, 256, 65792), (0xA4, 4, 0, 1 << 32)):
         if size < limit:
             return b"\x28\xb5\x2f\xfd" + bytes([flag]) + (size - least).to_bytes(width, "little")
-    raise CorruptError(f"sample: a frame of {size} bytes")
+    raise AssertionError(f"a frame of {size} bytes: no piece is that large")
