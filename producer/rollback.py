@@ -1,0 +1,257 @@
+"""A target's cache that can see a whole block and keep only its accepted prefix (DESIGN section 6; pitfalls S1, S2).
+
+Attention layers forget by cutting rows.  Gated DeltaNet layers cannot: their state has swallowed the block.  So while a
+block is verified their writes are held back (StagedLinearLayer), and `commit(n)` advances them over n tokens only:
+
+    fold     from what the verify itself projected: convolution inputs, gates and rates; only the delta rule is redone,
+             for all layers at once.  The default.
+    replay   the plain twin: each layer's linear_attn runs once more over the accepted tokens.
+
+A test holds the two equal, and the state equal to one-token decoding's.  Nothing of transformers is patched; a build that
+does not run the layers as this expects is refused after the first verify.  Left out: batches, sliding attention layers
+of a target (refused), and layers of one target on several devices beyond grouping them by device.
+"""
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+
+from common.errors import UserError
+from producer.target import Forward, Target
+
+RULES = ("fold", "replay")
+RECORDED = {"fold": ("linear_attn.in_proj_a", "linear_attn.in_proj_b"), "replay": ("input_layernorm",)}
+EPSILON = 1e-6               # of the keys' l2 norm, as in the kernels
+
+
+class StagedLinearLayer(LinearAttentionLayer):
+    """A linear-attention cache layer whose writes are held back while `staged`.
+
+    update_conv_state then returns the columns that the convolution needs and keeps them in `pending` [1, C, K + T];
+    update_recurrent_state drops the end-of-block state.  record_past reads true, because the model asks for it before it
+    lets a one-token forward change conv_states in place: without that a block of one token would leak.
+    """
+
+    staged = False
+    pending: Tensor | None = None
+
+    @property
+    def record_past(self) -> bool:
+        return self.staged or self._record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self._record_past = value
+
+    def update_conv_state(self, conv_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        if not self.staged:
+            return super().update_conv_state(conv_states, state_idx, **kwargs)
+        self.pending = torch.cat([self.conv_states[state_idx], conv_states], -1)
+        return self.pending
+
+    def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
+        return recurrent_states if self.staged else super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+
+
+class TargetCache:
+    """One text's cache.  prefill (as often as pieces of the prompt), then verify and commit in turn.
+
+    length: tokens whose state is held.  Raises UserError for a target whose cache cannot be rolled back.
+    """
+
+    def __init__(self, target: Target, rule: str = "fold") -> None:
+        if rule not in RULES:
+            raise ValueError(f"rule {rule!r}: one of {', '.join(RULES)}")
+        self._target, self._rule = target, rule
+        self._cache = target.new_cache()
+        layers = self._cache.layers
+        for i, layer in enumerate(layers):
+            if type(layer) is LinearAttentionLayer:
+                layers[i] = StagedLinearLayer(number_of_states=layer.number_of_states)
+            elif type(layer) is not DynamicLayer:
+                raise UserError(f"{target.name}: layer {i} keeps its past in a {type(layer).__name__}, which cannot be rolled back here")
+        self._linear = {i: layer for i, layer in enumerate(layers) if isinstance(layer, StagedLinearLayer)}
+        self._attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
+        self._groups = _groups(target, self._linear) if rule == "fold" else []
+        self._records: dict[tuple[int, str], Tensor] = {}
+        self._block = 0                                              # tokens verified and not yet committed
+        self.length = 0
+
+    def prefill(self, ids: Tensor, taps: tuple[int, ...] = ()) -> Forward:
+        """Continue with ids [1, P] int64, all of them kept -> logits of the last row, taps [K, 1, P, H]."""
+        self._expect_block(False)
+        out = self._target.forward(ids, cache=self._cache, taps=taps)
+        self.length += ids.shape[1]
+        return out
+
+    def verify(self, block: Tensor, taps: tuple[int, ...] = ()) -> Forward:
+        """See a block [1, T] int64, T >= 1 -> all T rows of logits, taps [K, 1, T, H].  `commit` must follow."""
+        self._expect_block(False)
+        if not self.length:
+            raise RuntimeError("a block can only be verified after a prefill")
+        self._records.clear()
+        with self._held_back():
+            out = self._target.forward(block, cache=self._cache, taps=taps, logits_to_keep=0)
+        self._block = block.shape[1]
+        self._check()
+        return out
+
+    @torch.inference_mode()
+    def commit(self, n: int) -> None:
+        """Keep the block's first n tokens, 1 <= n <= T; the rest leaves no trace."""
+        self._expect_block(True)
+        if not 1 <= n <= self._block:
+            raise ValueError(f"{n} tokens of a block of {self._block}")
+        if n < self._block:
+            for layer in self._attention:
+                layer.crop(n - self._block)
+        for group in self._groups:
+            group.fold(self._records, n)
+        if self._rule == "replay":
+            for i in self._linear:
+                self._target.text.layers[i].linear_attn(self._records[i, "input_layernorm"][:, :n], self._cache)
+        self._block = 0
+        self.length += n
+
+    @contextlib.contextmanager
+    def _held_back(self) -> Iterator[None]:
+        """For one forward: linear layers staged, and hooks on the modules whose output the rule needs."""
+        hooks = []
+        for i, layer in self._linear.items():
+            layer.staged, layer.pending = True, None
+            for name in RECORDED[self._rule]:
+                hooks.append(self._target.text.layers[i].get_submodule(name).register_forward_hook(self._recorder(i, name)))
+        try:
+            yield
+        finally:
+            for layer in self._linear.values():
+                layer.staged = False
+            for hook in hooks:
+                hook.remove()
+
+    def _recorder(self, layer: int, name: str):
+        return lambda _module, _args, out: self._records.__setitem__((layer, name), out)
+
+    def _expect_block(self, expected: bool) -> None:
+        if bool(self._block) != expected:
+            raise RuntimeError("commit without a verified block" if expected else "the last block is not committed")
+
+    def _check(self) -> None:
+        """Did this build of transformers run the layers as commit needs it?  Cheap: shapes only, every verify."""
+        tokens, wrong = self._block, None
+        for i, layer in self._linear.items():
+            if layer.pending is None or layer.pending.shape[-1] != layer.conv_states[0].shape[-1] + tokens:
+                wrong = f"layer {i} gave no convolution inputs of the block"
+            for name in RECORDED[self._rule]:
+                if (i, name) not in self._records or self._records[i, name].shape[:2] != (1, tokens):
+                    wrong = f"layer {i} did not run {name} over the block"
+        if any(layer.get_seq_length() != self.length + tokens for layer in self._attention):
+            wrong = "an attention layer did not store the block's rows"
+        if wrong:
+            raise UserError(f"{self._target.name}: transformers {transformers.__version__} does not run this model the way a rollback "
+                            f"needs ({wrong}); use a version that pyproject.toml names")
+
+
+@dataclass(eq=False)
+class _Group:
+    """The linear layers on one device, in order.  L layers, Hk key and Hv value heads, C = Hk * Dk + Hv * Dv channels."""
+
+    layers: dict[int, StagedLinearLayer]
+    modules: list[nn.Module]
+    kernel: Tensor              # [L, C, K], fp32: the convolution's weights for keys and values; queries only feed the output
+    bias: Tensor | None         # [L, C, 1], fp32
+    decay: Tensor               # [L, 1, Hv], fp32, negative
+    dt_bias: Tensor             # [L, 1, Hv]
+
+    def fold(self, records: dict[tuple[int, str], Tensor], n: int) -> None:
+        """Advance every layer's convolution and recurrent state over the block's first n tokens."""
+        layers, module = list(self.layers.values()), self.modules[0]
+        states, width = self._together(), layers[0].conv_states[0].shape[-1]
+        seen = torch.cat([layer.pending[..., :width + n] for layer in layers])                             # [L, channels, K + n]
+        for layer, columns in zip(layers, seen, strict=True):
+            layer.conv_states[0].copy_(columns[None, :, n:])
+            layer.pending = None
+        a, b = (torch.cat([records[i, name][:, :n] for i in self.layers]) for name in RECORDED["fold"])     # [L, n, Hv]
+        g = self.decay * F.softplus(a.float() + self.dt_bias)
+        x = self._convolve(seen[:, module.key_dim:], n).float()                                           # [L, C, n]
+        k = x[:, :module.key_dim].unflatten(1, (-1, module.head_k_dim))
+        v = x[:, module.key_dim:].unflatten(1, (-1, module.head_v_dim))
+        k = k * torch.rsqrt((k * k).sum(2, keepdim=True) + EPSILON)
+        k = k.repeat_interleave(module.num_v_heads // module.num_k_heads, 1)                              # each key head serves neighbours
+        advance(states.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1).transpose(1, 2),
+                g.transpose(1, 2).flatten(0, 1), b.sigmoid().float().transpose(1, 2).flatten(0, 1))
+
+    def _convolve(self, columns: Tensor, n: int) -> Tensor:
+        """columns [L, C, K + n] -> activated outputs of the last n, [L, C, n]; rounded where the model's convolution rounds.
+
+        Written out: a grouped convolution would be searched for again by MIOpen for every n."""
+        taps = self.kernel.shape[-1]
+        first = columns.shape[-1] - n - taps + 1
+        columns = columns.float()
+        out = columns[..., first:first + n] * self.kernel[..., :1]
+        for k in range(1, taps):
+            out.addcmul_(columns[..., first + k:first + k + n], self.kernel[..., k:k + 1])
+        if self.bias is not None:
+            out += self.bias
+        module = self.modules[0]
+        return ACT2FN[module.activation](out.to(module.conv1d.weight.dtype))
+
+    def _together(self) -> Tensor:
+        """All recurrent states as one tensor [L, Hv, Dk, Dv], each layer's own being a view of it, so that none is copied.
+
+        A prefill may put new tensors into the layers: then they are gathered once more."""
+        layers = list(self.layers.values())
+        if any(layer.recurrent_states[0] is not view for layer, view in zip(layers, self._views, strict=True)):
+            self._states = torch.cat([layer.recurrent_states[0] for layer in layers]).float()
+            self._views = list(self._states[:, None].unbind(0))
+            for layer, view in zip(layers, self._views, strict=True):
+                layer.recurrent_states[0] = view
+        return self._states
+
+    def __post_init__(self) -> None:
+        self._views: list[Tensor | None] = [None] * len(self.layers)
+
+
+def advance(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
+    """The gated delta rule over n tokens, state only, in place: the same recurrence as one-token decoding, token by token.
+
+        S_t = e^g_t S_{t-1} + k_t u_t',   u_t = beta_t (v_t - (e^g_t S_{t-1})' k_t)
+
+    S_{t-1} is known by the state before the block and the u's so far, so the loop runs over u, and the large state is read
+    once and written once, however many tokens there are.  Decays between two tokens are sums of their g, not differences
+    of sums: exponents never exceed 0 and nothing cancels.
+
+    state [N, Dk, Dv] fp32, changed;  k [N, Dk, n] of norm 1, v [N, n, Dv];  g <= 0 and beta, both [N, n];  all fp32
+    """
+    n = g.shape[-1]
+    after = torch.ones(n, n, dtype=torch.bool, device=g.device).tril(-1)
+    between = (g[..., :, None] * after).cumsum(1).exp()              # [N, t, s]: decay from after token s to token t, s < t
+    decay = g.cumsum(-1).exp()                                      # [N, t]: from before the block to token t
+    pull = (k.transpose(1, 2) @ k) * between * after * -beta[..., None]
+    u = beta[..., None] * (v - decay[..., None] * (k.transpose(1, 2) @ state))
+    for t in range(1, n):
+        u[:, t:t + 1].baddbmm_(pull[:, t:t + 1, :t], u[:, :t])
+    state.mul_(decay[:, -1, None, None]).baddbmm_(k * between[:, -1:], u)
+
+
+def _groups(target: Target, linear: dict[int, StagedLinearLayer]) -> list[_Group]:
+    devices: dict[torch.device, list[int]] = {}
+    for i in linear:
+        devices.setdefault(target.text.layers[i].linear_attn.A_log.device, []).append(i)
+    groups = []
+    for indexes in devices.values():
+        modules = [target.text.layers[i].linear_attn for i in indexes]
+        first = modules[0].key_dim
+        bias = None if modules[0].conv1d.bias is None else torch.stack([m.conv1d.bias[first:, None].float() for m in modules])
+        groups.append(_Group(
+            {i: linear[i] for i in indexes}, modules, torch.stack([m.conv1d.weight[first:, 0].float() for m in modules]), bias,
+            torch.stack([-m.A_log.float().exp()[None] for m in modules]), torch.stack([m.dt_bias[None] for m in modules])))
+    return groups

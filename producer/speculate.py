@@ -1,0 +1,194 @@
+"""The decode loop: draft a block, verify it in one forward, keep the agreeing prefix and the target's own next token.
+
+    x_a, MASK ... MASK  --drafter-->  d_1 .. d_{v-1}         anchor a: the last token so far, its state not yet computed
+    x_a, d_1 .. d_{v-1}  --target-->  o_1 .. o_v             o_i: what the target says after slot i-1
+    keep d_1 .. d_n = o_1 .. o_n, then o_{n+1}; the target keeps the state of x_a, d_1 .. d_n, and the drafter their taps
+
+Greedy, one text at a time; `plain` is the same loop without a drafter, and what every figure is compared with.  Both run
+on Target.forward.  One wait for the device a block: the draft and the target's answer come to the host together."""
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from common.drafter.acceptance import accepted_prefix, block_slots, committed
+from common.drafter.cache import ContextCache
+from common.drafter.model import Drafter
+from producer.rollback import TargetCache
+from producer.target import Target
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Where a text ends: at max_new_tokens, or after the first of eos_ids, which is kept."""
+
+    max_new_tokens: int
+    eos_ids: frozenset[int] | tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}, at least 1")
+
+    def remaining(self, tokens: list[int]) -> int:
+        """How many tokens may still follow."""
+        return 0 if tokens and tokens[-1] in self.eos_ids else self.max_new_tokens - len(tokens)
+
+    def cut(self, new: list[int]) -> list[int]:
+        """new tokens up to the first end token, which stays."""
+        return new[:next((i + 1 for i, token in enumerate(new) if token in self.eos_ids), len(new))]
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """tokens: the new ones.  Per block: accepted draft tokens, and how many were offered (none in plain decoding).
+
+    accepted leaves the target's own token out, and the first token comes from the prefill, so sum(accepted + 1) ==
+    len(tokens) - 1: a block that the text's end cuts counts what it added, less one.
+    seconds of each part: prefill; then draft, verify and commit (drafter's context included), or step.  On a GPU they are
+    the device's own times, measured without waiting for it."""
+
+    tokens: list[int]
+    accepted: list[int] = field(default_factory=list)
+    offered: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def decode_seconds(self) -> float:
+        """Everything after the first token."""
+        return sum(value for part, value in self.seconds.items() if part != "prefill")
+
+
+class Proposer(Protocol):
+    """What the loop asks of a drafter.  Its own context grows with extend and is not changed by propose."""
+
+    def extend(self, taps: Tensor) -> None:
+        """taps [K, 1, n, H] of the next n committed tokens."""
+
+    def propose(self, last: Tensor, slots: int) -> Tensor:
+        """last [1] int64, the token that follows the context -> up to slots - 1 tokens [<slots] int64 that may follow it."""
+
+
+class Network:
+    """A trained drafter as the loop sees it: its context cache, the target's embedding and head, greedy drafts."""
+
+    def __init__(self, drafter: Drafter, target: Target, capacity: int) -> None:
+        """capacity: tokens to make room for at once."""
+        weight = drafter.fc.weight
+        self._drafter, self._target = drafter, target
+        self._cache = ContextCache(drafter.config, min(capacity, drafter.config.max_position_embeddings), weight.device, weight.dtype)
+        mask = torch.tensor([drafter.config.mask_token_id], device=target.device)
+        self._masks = F.embedding(mask, target.embedding).expand(drafter.config.block_size - 1, -1)
+
+    def extend(self, taps: Tensor) -> None:
+        self._drafter.extend(self._cache, taps[:, 0].transpose(0, 1).flatten(1))
+
+    def propose(self, last: Tensor, slots: int) -> Tensor:
+        if slots == 1:
+            return last[:0]
+        block = torch.cat([F.embedding(last, self._target.embedding), self._masks[:slots - 1]])
+        return self._target.logits(self._drafter.draft(self._cache, block)[1:].to(self._target.dtype)).argmax(-1)
+
+
+def speculate(target: Target, drafter: Drafter, ids: list[int], limit: Limit, *, block_size: int | None = None,
+              rule: str = "fold") -> Decoded:
+    """Decode with a drafter, reading the taps it was trained on.  block_size: slots a block, the drafter's own where None."""
+    proposer = Network(drafter, target, len(ids) + limit.max_new_tokens)
+    return decode(target, proposer, drafter.config.taps, ids, limit, block_size or drafter.config.block_size, rule=rule)
+
+
+@torch.inference_mode()
+def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[int], limit: Limit, block_size: int, *,
+           rule: str = "fold", chunk: int | None = None) -> Decoded:
+    """The loop.  ids: the prompt, not empty.  chunk: tokens of the prompt run at a time; None: all at once."""
+    _check(ids, block_size)
+    cache, laps = TargetCache(target, rule), Laps(target.device)
+    for piece in torch.tensor([ids], device=target.device).split(chunk or len(ids), 1):
+        out = cache.prefill(piece, taps)
+        proposer.extend(out.taps)
+    last = out.logits[0, -1].argmax(-1, keepdim=True)
+    tokens, accepted, offered = last.tolist(), [], []
+    laps.lap("prefill")
+    while remaining := limit.remaining(tokens):
+        draft = proposer.propose(last, block_slots(block_size, remaining))
+        laps.lap("draft")
+        seen = cache.verify(torch.cat([last, draft])[None], taps)
+        own = seen.logits[0].argmax(-1)                              # row i: what follows slot i
+        laps.lap("verify")
+        guess, truth = torch.cat([draft, own]).cpu().split([len(draft), len(own)])     # the one wait
+        agreed = accepted_prefix(guess, truth)
+        new = limit.cut(truth[:committed(agreed, remaining)].tolist())              # agreeing drafts are the truth's own rows
+        tokens += new
+        accepted.append(len(new) - 1)
+        offered.append(len(draft))
+        if limit.remaining(tokens):
+            cache.commit(agreed + 1)                                 # the anchor and the agreeing drafts
+            proposer.extend(seen.taps[:, :, :agreed + 1])
+            last = own[agreed:agreed + 1]
+        laps.lap("commit")
+    return Decoded(tokens, accepted, offered, laps.seconds("prefill", "draft", "verify", "commit"))
+
+
+@torch.inference_mode()
+def plain(target: Target, ids: list[int], limit: Limit) -> Decoded:
+    """One token a forward, on the library's own cache: the text and the time to compare with."""
+    _check(ids, 1)
+    cache, laps = target.new_cache(), Laps(target.device)
+    last = target.forward(torch.tensor([ids], device=target.device), cache=cache).logits[:, -1].argmax(-1)
+    tokens = last.tolist()
+    laps.lap("prefill")
+    while limit.remaining(tokens):
+        last = target.forward(last[None], cache=cache).logits[:, -1].argmax(-1)
+        laps.lap("step")
+        tokens += last.tolist()
+    return Decoded(tokens, seconds=laps.seconds("prefill", "step"))
+
+
+def first_divergence(plain_tokens: list[int], spec_tokens: list[int]) -> int | None:
+    """The first place (0: the first new token) where two texts differ, or the shorter's end; None: they are equal."""
+    if plain_tokens == spec_tokens:
+        return None
+    pairs = enumerate(zip(plain_tokens, spec_tokens))
+    return next((i for i, (a, b) in pairs if a != b), min(len(plain_tokens), len(spec_tokens)))
+
+
+def margin(target: Target, ids: list[int]) -> float:
+    """How much the target prefers its first choice after ids to its second, in logits: what rounding had to overcome."""
+    top = target.forward(torch.tensor([ids], device=target.device)).logits[0, -1].float().topk(2).values
+    return float(top[0] - top[1])
+
+
+def _check(ids: list[int], block_size: int) -> None:
+    if not ids or block_size < 1:
+        raise ValueError("a prompt of at least one token, and blocks of at least one slot")
+
+
+class Laps:
+    """Seconds spent in named parts, one after the other.  On a GPU events are left in its queue and read at the end, so that
+    measuring never makes the host wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_device = device.type == "cuda"                      # ROCm's name too
+        self._marks: list[tuple[str, float | torch.cuda.Event]] = []
+        self.lap("")
+
+    def lap(self, part: str) -> None:
+        """What was done since the last call belongs to `part`."""
+        if self._on_device:
+            mark = torch.cuda.Event(enable_timing=True)
+            mark.record()
+        else:
+            mark = time.perf_counter()
+        self._marks.append((part, mark))
+
+    def seconds(self, *parts: str) -> dict[str, float]:
+        if self._on_device:
+            self._marks[-1][1].synchronize()
+        total = dict.fromkeys(parts, 0.0)
+        for (_, begin), (part, end) in zip(self._marks, self._marks[1:]):
+            total[part] += begin.elapsed_time(end) / 1e3 if self._on_device else end - begin
+        return total
