@@ -1,0 +1,301 @@
+"""The producer's end of all links: one thread owns the socket, reads samples from the store and answers every trainer.
+
+A trainer that breaks the protocol loses its session, counted and logged; the others go on.  A fault of ours ends the thread
+and is raised in the main thread by raise_if_failed().  What may be said when stands in peer_session.py."""
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common.contract import ExtractionContract
+from common.errors import HsdraftError, PeerError
+from protocol.events import (Acked, Bye, CheckpointOffer, Chunk, Differs, Event, Hello, Joined, LinkLost, Message, Offered, Refuse, Refused,
+                             Report)
+from protocol.frames import decode, encode
+from protocol.keys import ProducerKeys
+from protocol.offers import CheckpointReady, Fetch, Offers
+from protocol.peer_session import PeerSession, StreamFacts
+from protocol.rules import CLOSED, STREAMING, Timing, clip
+from protocol.subscribers import Subscribers
+from protocol.transfer import Serving, describe
+from protocol.wire import Listener, Worker
+
+log = logging.getLogger("link")
+TIMING = Timing(interval=2.0, limit=15.0)
+MAX_PEERS = 64               # sessions at once; a home has two or three
+ROUNDS = 16                  # samples a trainer may get before the socket is looked at again
+RETRY = 0.005                # seconds until a full queue is tried again
+
+
+class Unreadable(HsdraftError):
+    """This box's own store or asset cannot be read: the trainer that needs it must wait for a person here."""
+
+
+@dataclass
+class _Peer:
+    session: PeerSession
+    seen: float
+    pending: deque[list[bytes]] = field(default_factory=deque)     # encoded, waiting for room in the socket
+    fetch: Fetch | None = None
+
+    @property
+    def name(self) -> str:
+        return self.session.hello.name if self.session.hello else "(unknown)"
+
+
+class ProducerLink:
+    """store needs: stream, first, next, read(seq), drop_below(seq).  inbox: CheckpointReady items for the main thread."""
+
+    def __init__(self, address: str, store, contract: dict, assets: dict[str, Path], *, cursors: Path, inbox_dir: Path,
+                 evaluation: dict | None = None, keys: ProducerKeys | None = None, insecure: bool = False, timing: Timing = TIMING) -> None:
+        """assets: {name: file}; hashed here.  evaluation: flat dict, how checkpoints are judged.  Times in seconds."""
+        self._address, self._keys, self._insecure, self._timing = address, keys, insecure, timing
+        self._store = store
+        self._facts = StreamFacts(store.stream, ExtractionContract.from_dict(contract), describe(assets), evaluation or {})
+        self._serving = Serving()
+        for info in self._facts.assets:
+            self._serving.add((info.sha256,), assets[info.name])
+        self._subscribers = Subscribers(cursors, store.stream)
+        self._offers = Offers(inbox_dir)
+        self.inbox = self._offers.inbox
+        self._peers: dict[bytes, _Peer] = {}
+        self._ended = False
+        self.counters: Counter[str] = Counter()
+        self._worker = Worker("producer-link", self._run)
+        self._listener: Listener | None = None
+
+    # ---- for the main thread
+
+    def start(self) -> None:
+        """Listen.  Raises UserError: the port is taken, or the address is open to a network without keys."""
+        self._listener = Listener(self._address, self._keys, insecure=self._insecure, bell=self._worker.bell)
+        self._worker.start()
+
+    def close(self) -> None:
+        """Say Bye to all, save cursors, free the port."""
+        self._worker.close()
+        if self._listener is not None:
+            self._listener.close()
+        self._serving.close()
+
+    def __enter__(self) -> ProducerLink:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def raise_if_failed(self) -> None:
+        self._worker.raise_if_failed()
+
+    def samples_ready(self) -> None:
+        """The store has new samples."""
+        self._worker.bell.ring()
+
+    def set_ended(self, ended: bool) -> None:
+        """No prompts are left: the stream is complete as configured."""
+        if ended != self._ended:
+            self._ended = ended
+            self._worker.bell.ring()
+
+    def report(self, ready: CheckpointReady, *, result: dict | None = None, error: str | None = None) -> None:
+        """Answer a checkpoint, now or when its trainer is back.  LocalError where the result is no JSON or too large."""
+        encode(Report(ready.offer, result or {}, error and clip(error)))
+        self._worker.do(lambda: self._report(ready, result or {}, error))
+
+    def lowest_acked(self) -> int | None:
+        """The last sample that every known trainer has (-1: none); None where no trainer is known."""
+        return self._subscribers.lowest()
+
+    def drop_acked(self) -> None:
+        """Free what every known trainer has; a trainer that joins meanwhile starts after it."""
+        with self._subscribers.lock:
+            if (acked := self._subscribers.lowest()) is not None:
+                self._store.drop_below(acked + 1)
+
+    def forget(self, name: str) -> bool:
+        """Keep nothing back for this trainer any more; False where it was not known."""
+        return self._subscribers.forget(name, time.monotonic())
+
+    def snapshot(self) -> dict:
+        """{"peers": {name: {...}}, "counters": {...}} for status; last_seen_s in seconds, None while away."""
+        now, end = time.monotonic(), self._store.next
+        with self._subscribers.lock:
+            known = self._subscribers.all()
+            live = {p.name: p for p in self._peers.values() if p.session.state is STREAMING}
+        peers = {}
+        for name in sorted(known.keys() | live.keys()):
+            acked, peer = known.get(name), live.get(name)
+            peers[name] = {"connected": peer is not None, "follower": acked is None, "acked": acked if acked is not None else end - 1,
+                           "lag": end - 1 - acked if acked is not None else 0, "credit": peer.session.credit if peer else 0,
+                           "last_seen_s": round(now - peer.seen, 1) if peer else None} | (dict(peer.session.counters) if peer else {})
+        counters = self.counters + self._offers.counters + (self._listener.counters if self._listener else Counter())
+        return {"peers": peers, "counters": dict(counters) | {"unsaved_cursors": self._subscribers.failures}}
+
+    # ---- the link's thread
+
+    def _run(self) -> None:
+        more = False
+        while not self._worker.closing:
+            self._worker.obey()
+            wait = 0.0 if more else RETRY if any(p.pending for p in self._peers.values()) else min(0.5, self._timing.interval / 2)
+            for identity, parts in self._listener.receive(wait):
+                self._arrived(identity, parts)
+            more = any([self._pump(identity, peer) for identity, peer in list(self._peers.items())])
+            self._subscribers.save(time.monotonic())
+        for identity, peer in list(self._peers.items()):
+            self._drop(identity, peer, "the producer stops")
+        self._subscribers.save(time.monotonic(), force=True)
+
+    def _arrived(self, identity: bytes, parts: list[bytes]) -> None:
+        """One message: a session's, or a stranger's first."""
+        peer, now = self._peers.get(identity), time.monotonic()
+        try:
+            message = decode(parts)
+            if peer is None:
+                peer = self._admit(identity, message, now)
+                if peer is None:
+                    return
+            peer.seen = now
+            with self._subscribers.lock:                             # no sample is dropped between the judging of a Hello and its join
+                peer.session.stream_is(self._store.first, self._store.next, self._ended)
+                events = peer.session.receive(message, now)
+                for event in events:
+                    if isinstance(event, Joined):
+                        self._joined(identity, event, now)
+            for event in events:
+                self._handle(identity, peer, event)
+        except Differs as error:
+            self._count("refused", "%s refused: %s", peer.name if peer else "a peer", error)
+            self._listener.send(identity, encode(Refuse(clip(error.reason), error.fields)))
+            self._remove(identity)
+        except PeerError as error:
+            self._count("malformed", "%s: %s; link dropped", peer.name if peer else "a stranger", error)
+            self._drop(identity, peer, str(error))
+        except OSError as error:                                     # the disk, where a checkpoint is fetched to
+            self._count("disk_errors", "checkpoint of %s: %s; link dropped", peer.name, error)
+            self._drop(identity, peer, f"cannot store the checkpoint: {error}")
+
+    def _admit(self, identity: bytes, message: Message, now: float) -> _Peer | None:
+        """A session for one who says Hello; others are told to (after a restart of this end, say)."""
+        if not isinstance(message, Hello) or len(self._peers) >= MAX_PEERS:
+            if not isinstance(message, Bye):
+                self.counters["strangers"] += 1
+                reason = "say Hello first" if not isinstance(message, Hello) else f"{MAX_PEERS} trainers are connected already"
+                self._listener.send(identity, encode(Bye(reason)))
+            return None
+        session = PeerSession(self._facts, timing=self._timing, read_sample=self._read_sample, read_chunk=self._read_chunk, now=now)
+        peer = _Peer(session, now)
+        with self._subscribers.lock:
+            self._peers[identity] = peer
+        return peer
+
+    def _joined(self, identity: bytes, event: Joined, now: float) -> None:
+        name = event.hello.name
+        for other_id, other in list(self._peers.items()):
+            if other_id != identity and other.name == name:
+                self._count("replaced_links", "%s connected again: its older link is dropped", name)
+                self._drop(other_id, other, f"{name} connected again; two trainers need two names")
+        if event.hello.samples:
+            self._subscribers.join(name, event.start_seq - 1, now)
+        log.info("%s joined%s", name, f" at sample {event.start_seq}" if event.hello.samples else " without samples")
+
+    def _handle(self, identity: bytes, peer: _Peer, event: Event) -> None:
+        match event:
+            case Acked(seq):
+                self._subscribers.acknowledge(peer.name, seq)
+            case Refused(reason, fields):
+                self._count("refused", "%s refused: %s: %s", peer.name, reason, "; ".join(fields))
+            case Offered(offer):
+                self._offered(peer, offer)
+            case Chunk((_, name), offset, data, last):
+                peer.fetch.write(name, offset, data, last)
+                self._hand_over(peer)
+            case LinkLost(reason):
+                log.info("%s left: %s", peer.name, reason)
+                self._remove(identity)
+
+    def _pump(self, identity: bytes, peer: _Peer) -> bool:
+        """Send what is due, as far as the socket takes it; True where there is more."""
+        now = time.monotonic()
+        try:
+            peer.session.stream_is(self._store.first, self._store.next, self._ended)
+            for event in peer.session.tick(now):
+                self._handle(identity, peer, event)
+                return False
+            for _ in range(ROUNDS):
+                while peer.pending:
+                    sent = self._listener.send(identity, peer.pending[0])
+                    if sent is None:
+                        log.info("%s is gone: connection closed", peer.name)
+                        self._remove(identity)
+                    if not sent:
+                        return False
+                    peer.pending.popleft()
+                if peer.session.state is CLOSED:
+                    self._remove(identity)
+                    return False
+                peer.pending.extend(encode(m) for m in peer.session.to_send(now))
+                if not peer.pending:
+                    return False
+            return True
+        except Unreadable as error:
+            self._count("unreadable", "%s needs what this box cannot read: %s", peer.name, error)
+            self._drop(identity, peer, str(error))
+            return False
+
+    def _offered(self, peer: _Peer, offer: CheckpointOffer) -> None:
+        if report := self._offers.report_for(peer.name, offer.offer):
+            peer.session.report(offer.offer, *report)
+        elif self._offers.handed(peer.name, offer.offer) or (peer.fetch and peer.fetch.offer.offer == offer.offer):
+            log.info("%s step %d from %s is here already", offer.run, offer.step, peer.name)
+        else:
+            if peer.fetch is not None:
+                if peer.fetch.offer.run != offer.run:
+                    raise PeerError(f"CheckpointOffer: run {offer.run} while {peer.fetch.offer.run} is fetched; a link is for one run")
+                self._offers.counters["replaced"] += 1
+                peer.fetch.close()
+            peer.fetch = self._offers.fetch(peer.name, offer)
+            peer.session.pull(offer, peer.fetch.have)
+            self._hand_over(peer)
+
+    def _hand_over(self, peer: _Peer) -> None:
+        if peer.fetch.complete:
+            self._offers.arrived(peer.fetch)
+            peer.fetch = None
+
+    def _report(self, ready: CheckpointReady, result: dict, error: str | None) -> None:
+        self._offers.reported(ready, result, error)
+        for peer in self._peers.values():
+            if peer.name == ready.peer and peer.session.state is STREAMING:
+                peer.session.report(ready.offer, result, error)
+
+    def _read_sample(self, seq: int) -> bytes:
+        try:
+            return self._store.read(seq)
+        except (HsdraftError, OSError) as error:
+            raise Unreadable(f"sample {seq}: {error}") from error
+
+    def _read_chunk(self, key: tuple[str, ...], offset: int, length: int) -> bytes:
+        try:
+            return self._serving.read(key, offset, length)
+        except OSError as error:
+            raise Unreadable(str(error)) from error
+
+    def _drop(self, identity: bytes, peer: _Peer | None, reason: str) -> None:
+        """Bye, as far as the socket takes it now, and forget the session."""
+        self._listener.send(identity, encode(Bye(clip(reason))))
+        self._remove(identity)
+
+    def _remove(self, identity: bytes) -> None:
+        with self._subscribers.lock:
+            peer = self._peers.pop(identity, None)
+        if peer is not None and peer.fetch is not None:
+            peer.fetch.close()
+
+    def _count(self, counter: str, line: str, *values: object) -> None:
+        self.counters[counter] += 1
+        log.warning(line, *values)

@@ -1,0 +1,78 @@
+"""Which trainers follow the stream, and what each has durably: the producer keeps a sample until all of them have it.
+
+A small JSON beside the store, so that a restart forgets nobody.  Saved at once when a trainer joins or is forgotten, at most
+once a second when one acknowledges: an older number than the truth only keeps samples longer."""
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from pathlib import Path
+
+from common.errors import UserError
+from common.files import write_whole
+
+log = logging.getLogger("link")
+EVERY = 1.0                  # seconds between saves of mere progress
+
+
+class Subscribers:
+    """{name: last seq durable there, -1 for none}.  Safe from any thread; `lock` also spans what must not interleave with a join."""
+
+    def __init__(self, path: Path, stream: str) -> None:
+        """UserError where the file is not ours to read."""
+        self.lock = threading.RLock()
+        self._path, self._stream, self._dirty, self._saved_at = path, stream, False, 0.0
+        self._acked: dict[str, int] = {}
+        self.failures = 0                                    # saves that failed; each is logged
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            try:
+                found = json.loads(path.read_text())
+                if found["stream"] == stream:
+                    self._acked = {str(name): int(seq) for name, seq in found["acked"].items()}
+                else:
+                    log.warning("%s is of stream %s; this is %s: starting with no known trainer", path, found["stream"], stream)
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise UserError(f"{path} is damaged: remove it; trainers are known again once they connect") from None
+
+    def all(self) -> dict[str, int]:
+        with self.lock:
+            return dict(self._acked)
+
+    def lowest(self) -> int | None:
+        with self.lock:
+            return min(self._acked.values(), default=None)
+
+    def join(self, name: str, acked: int, now: float) -> None:
+        with self.lock:
+            self._acked[name] = acked
+            self._dirty = True
+            self.save(now, force=True)
+
+    def acknowledge(self, name: str, acked: int) -> None:
+        with self.lock:
+            if name in self._acked:                          # else it was forgotten meanwhile
+                self._acked[name] = acked
+                self._dirty = True
+
+    def forget(self, name: str, now: float) -> bool:
+        with self.lock:
+            if self._acked.pop(name, None) is None:
+                return False
+            self._dirty = True
+            self.save(now, force=True)
+            return True
+
+    def save(self, now: float, *, force: bool = False) -> None:
+        """A failure is logged and tried again: nothing is dropped on the strength of a number that is not here."""
+        with self.lock:
+            if not self._dirty or (not force and now - self._saved_at < EVERY):
+                return
+            self._saved_at = now
+            try:
+                write_whole(self._path, json.dumps({"stream": self._stream, "acked": self._acked}, indent=1).encode())
+                self._dirty = False
+            except OSError as error:
+                self.failures += 1
+                log.error("%s: %s; trying again", self._path, error)

@@ -1,0 +1,238 @@
+"""The only file with a socket: a ROUTER or DEALER with every limit set, its CURVE side, and the thread that owns it.
+
+No message is understood here; producer_link.py and trainer_link.py do that."""
+from __future__ import annotations
+
+import logging
+import queue
+import select
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable
+
+import zmq
+
+from common.errors import UserError
+from protocol.frames import MAX_FROM_PRODUCER, MAX_FROM_TRAINER
+from protocol.keys import ProducerKeys, TrainerKeys, zap_reply
+
+log = logging.getLogger("link")
+QUEUED = 64                  # messages libzmq may hold per peer and direction; of chunks that is 64 MiB
+BATCH = 64                   # messages taken before anything else is looked at
+
+
+class Doorbell:
+    """Lets another thread end a poll."""
+
+    def __init__(self) -> None:
+        self.reader, self._writer = socket.socketpair()
+        self.reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def ring(self) -> None:
+        try:
+            self._writer.send(b"\0")
+        except (BlockingIOError, OSError):           # full: it rings already; closed: nobody is left to hear it
+            pass
+
+    def hush(self) -> None:
+        try:
+            while self.reader.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        self.reader.close()
+        self._writer.close()
+
+
+class Worker:
+    """One thread; its fault is kept and raised where the main thread asks.  Orders from other threads go through `do`."""
+
+    def __init__(self, name: str, body: Callable[[], None]) -> None:
+        self._body, self.bell = body, Doorbell()
+        self._orders: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+
+    @property
+    def closing(self) -> bool:
+        return self._closing.is_set()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        self.bell.ring()
+        if self._thread.ident is not None:
+            self._thread.join()
+        self.bell.close()
+
+    def do(self, order: Callable[[], None]) -> None:
+        """Have order() run on the worker's thread, soon."""
+        self._orders.put(order)
+        self.bell.ring()
+
+    def wait(self, seconds: float) -> None:
+        """On the worker's thread: sleep, or until rung."""
+        select.select([self.bell.reader], [], [], seconds)
+
+    def obey(self) -> None:
+        """On the worker's thread: run what was ordered."""
+        self.bell.hush()
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except queue.Empty:
+                return
+            order()
+
+    def raise_if_failed(self) -> None:
+        """In the main thread, now and then.  Raises what ended the worker: a bug of ours, or a UserError."""
+        if self._failure is not None:
+            raise self._failure
+
+    def _main(self) -> None:
+        try:
+            self._body()
+        except BaseException as error:
+            if not isinstance(error, UserError):
+                log.exception("the link's thread failed")
+            self._failure = error
+
+
+class Listener:
+    """ROUTER bound to address, in a context of its own.  counters: refused_keys."""
+
+    def __init__(self, address: str, keys: ProducerKeys | None, *, insecure: bool, bell: Doorbell) -> None:
+        """Raises UserError: port taken, address wrong, or open to a network without keys."""
+        if keys is None and not insecure and not is_local(address):
+            raise UserError(f"{address} can be reached from the network: give --keys (see hsprod keygen), or --insecure if you trust all of it")
+        self.counters: Counter[str] = Counter()
+        self._keys, self._context = keys, zmq.Context()
+        self._router, self._zap = self._context.socket(zmq.ROUTER), None
+        _limit(self._router, MAX_FROM_TRAINER)
+        self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)                 # a peer that is gone is an error, not silence
+        try:
+            if keys is not None:
+                self._zap = self._context.socket(zmq.ROUTER)
+                self._zap.bind("inproc://zeromq.zap.01")
+                self._router.setsockopt(zmq.CURVE_SERVER, 1)
+                self._router.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+                self._router.setsockopt(zmq.ZAP_DOMAIN, b"hsdraft")
+            self._router.bind(address)
+        except zmq.ZMQError as error:
+            self.close()
+            if error.errno == zmq.EADDRINUSE:
+                raise UserError(f"{address} is in use, perhaps by another hsprod: stop it, or choose another port with --bind") from None
+            raise UserError(f"cannot listen on {address}: {error.strerror}; write tcp://HOST:PORT with an address of this box") from None
+        self._poller = zmq.Poller()
+        for one in filter(None, (self._router, self._zap, bell.reader)):
+            self._poller.register(one, zmq.POLLIN)
+
+    def receive(self, seconds: float) -> list[tuple[bytes, list[bytes]]]:
+        """(peer, frames) that came; waits up to seconds where none is there."""
+        ready = dict(self._poller.poll(seconds * 1000))
+        if self._zap in ready:
+            self._answer_zap()
+        if self._router not in ready:
+            return []
+        return [(parts[0], parts[1:]) for parts in _take(self._router)]
+
+    def send(self, peer: bytes, parts: list[bytes]) -> bool | None:
+        """True: queued.  False: the peer's queue is full, try later.  None: the peer is gone."""
+        try:
+            self._router.send_multipart([peer, *parts], zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            return None
+        return True
+
+    def close(self) -> None:
+        for one in filter(None, (self._router, self._zap)):
+            one.close(linger=200)                                        # ms, for a last Bye
+        self._context.term()
+
+    def _answer_zap(self) -> None:
+        envelope, empty, *request = self._zap.recv_multipart()
+        try:
+            allowed = self._keys.allowed()
+        except (UserError, OSError) as error:
+            log.error("list of allowed keys: %s; nobody new is let in", error)
+            allowed = frozenset()
+        reply, refused = zap_reply(request, allowed)
+        if refused:
+            self.counters["refused_keys"] += 1
+            log.warning("refused a connection from %s: key %s is not allowed (hsprod allow '%s')",
+                        request[3].decode("ascii", "replace") if len(request) > 3 else "?", refused, refused)
+        self._zap.send_multipart([envelope, empty, *reply])
+
+
+class Dialer:
+    """DEALER connected to address, for one session: a new session takes a new one, so that nothing of the old is left in it."""
+
+    def __init__(self, context: zmq.Context, address: str, keys: TrainerKeys | None, bell: Doorbell) -> None:
+        """Raises UserError on an address that is none."""
+        self._dealer = context.socket(zmq.DEALER)
+        _limit(self._dealer, MAX_FROM_PRODUCER)
+        self._dealer.setsockopt(zmq.RECONNECT_IVL, 100)                  # ms: while no producer listens
+        self._dealer.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        try:
+            if keys is not None:
+                self._dealer.setsockopt(zmq.CURVE_SERVERKEY, keys.producer)
+                self._dealer.setsockopt(zmq.CURVE_PUBLICKEY, keys.public)
+                self._dealer.setsockopt(zmq.CURVE_SECRETKEY, keys.secret)
+            self._dealer.connect(address)
+        except zmq.ZMQError as error:
+            self.close()
+            raise UserError(f"cannot connect to {address}: {error.strerror}; write tcp://HOST:PORT") from None
+        self._bell, self._poller = bell, zmq.Poller()
+        self._poller.register(bell.reader, zmq.POLLIN)
+
+    def receive(self, seconds: float, *, until_writable: bool) -> list[list[bytes]]:
+        """Frames that came; waits up to seconds, or until the socket takes messages again."""
+        self._poller.register(self._dealer, zmq.POLLIN | (zmq.POLLOUT if until_writable else 0))
+        ready = dict(self._poller.poll(seconds * 1000))
+        return _take(self._dealer) if ready.get(self._dealer, 0) & zmq.POLLIN else []
+
+    def send(self, parts: list[bytes]) -> bool:
+        """False: the queue is full, try later."""
+        try:
+            self._dealer.send_multipart(parts, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self) -> None:
+        self._dealer.close(linger=200)
+
+
+def is_local(address: str) -> bool:
+    """Whether only this box can reach what is bound there."""
+    scheme, _, rest = address.partition("://")
+    host = rest.rsplit(":", 1)[0].strip("[]")
+    return scheme in ("ipc", "inproc") or host in ("localhost", "::1") or (host.startswith("127.") and host.replace(".", "").isdigit())
+
+
+def _limit(one: zmq.Socket, most: int) -> None:
+    one.setsockopt(zmq.MAXMSGSIZE, most)         # of one frame: libzmq drops the connection before it allocates more
+    one.setsockopt(zmq.SNDHWM, QUEUED)
+    one.setsockopt(zmq.RCVHWM, QUEUED)
+    one.setsockopt(zmq.LINGER, 0)
+
+
+def _take(one: zmq.Socket) -> list[list[bytes]]:
+    found = []
+    try:
+        while len(found) < BATCH:
+            found.append(one.recv_multipart(zmq.NOBLOCK))
+    except zmq.Again:
+        pass
+    return found
