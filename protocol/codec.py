@@ -5,12 +5,14 @@
     header   msgpack map, the fields of Header: bounded, every one checked for type and range, then against the others and the
              real length, before anything is allocated
     side     one zstd frame, its crc32 in the header: ids i32[T], loss_mask u8[T], probe_rows i32[P], probe_tokens i32[P],
-             bases u8[K+1, H], frame sizes u32[2 a piece], escapes a piece u32, escape positions u32[E], differences u8[E]
+             bases u8[K+1, H], frame lengths u32[2 a piece], frame seals u32[2 a piece], escapes u32[a piece], escape
+             positions u32[E], escape differences u8[E]
     body     for each plane (K taps, then the final state), for each piece: pairs, rest (protocol/planes.py), a zstd frame each.
              pairs is Huffman-coded; rest does not shrink and is kept in raw blocks, for the frame's checksum
 
-zstd's content checksum (xxh64) guards each frame: it costs a third of zlib.crc32 and needs no other library.  A frame's own
-header is not covered by it, so it is compared with the only one that the format allows.
+Every byte is under a checksum.  A frame's seal is the crc32 of all its bytes, for zstd's tables have idle bits that a checksum
+of the content does not see.  But a frame of raw blocks, three quarters of all bytes, has no tables: its seal is the crc32 of its
+head, the rest is under zstd's own xxh64, at a third of crc32's cost.
 Left out: lossy modes, and more than one thread (callers encode samples side by side; numpy and zstd free the GIL).
 """
 from __future__ import annotations
@@ -36,6 +38,8 @@ MAX_DECODED = 2 << 30                   # bytes that one sample may decode to: 5
 LIMITS = {"seq": 1 << 48, "tokens": 1 << 20, "taps": 256, "hidden": 1 << 16, "probes": 1 << 16, "escapes": MAX_DECODED,
           "side_bytes": MAX_DECODED, "side_crc": (1 << 32) - 1, "body_bytes": 2 * MAX_DECODED}
 AT_LEAST_1 = ("tokens", "taps", "hidden")
+RAW_LONGER = 12                         # bytes: a raw frame with its checksum is more than that longer than its content; no other is
+RAW_HEAD = 12                           # bytes of a raw frame at most before its content: frame header 6 to 9, block header 3
 HUFFMAN = dict(strategy=zstandard.STRATEGY_FAST, window_log=17, min_match=7, hash_log=6)
 RAW_LEVEL = -131072                     # zstd's fastest: it finds nothing and stores raw blocks
 
@@ -83,19 +87,21 @@ def encode(capture: Capture, *, stream: str, seq: int, contract: str) -> bytes:
     except CorruptError as error:
         raise CaptureError(str(error)) from None
     scratch, packer = planes.Scratch(tokens, hidden), _Packer()
-    bases, frames, positions, values = [], [], [], []
+    bases, frames, seals, positions, values = [], [], [], [], []
     for plane in (*capture.taps, capture.final):
         base = planes.channel_base(plane)
         bases.append(base)
         tiled = planes.tiled(base, tokens)
         for piece in planes.cut(plane):
             pairs, rest, where, what = planes.split(piece, tiled[:len(piece)], scratch)
-            frames += [packer.huffman.compress(pairs), packer.raw.compress(rest)]
+            packed = [packer.huffman.compress(pairs), packer.raw.compress(rest)]
+            frames += packed
+            seals += [_seal(frame, content.nbytes) for frame, content in zip(packed, (pairs, rest))]
             positions.append(where)
             values.append(what)
     arrays = [(capture.ids, "<i4"), (capture.loss_mask, "u1"), (capture.probe_rows, "<i4"), (capture.probe_tokens, "<i4"),
-              (np.concatenate(bases), "u1"), ([len(frame) for frame in frames], "<u4"), ([len(w) for w in positions], "<u4"),
-              (np.concatenate(positions), "<u4"), (np.concatenate(values), "u1")]
+              (np.concatenate(bases), "u1"), ([len(frame) for frame in frames], "<u4"), (seals, "<u4"),
+              ([len(where) for where in positions], "<u4"), (np.concatenate(positions), "<u4"), (np.concatenate(values), "u1")]
     side = packer.small.compress(b"".join(np.asarray(array).astype(dtype).tobytes() for array, dtype in arrays))
     header |= dict(escapes=sum(map(len, positions)), side_bytes=len(side), side_crc=zlib.crc32(side),
                    body_bytes=sum(map(len, frames)))
@@ -169,7 +175,7 @@ def _checked(values: object) -> Header:
     if len(header.contract) != 64 or set(header.contract) - set("0123456789abcdef"):
         raise CorruptError("sample: contract is not a sha256 in hex")
     if header.state_bytes + 5 * header.escapes > MAX_DECODED:
-        raise CorruptError(f"sample: {header.state_bytes} bytes of states, {header.escapes} escapes: at most {MAX_DECODED} bytes allowed")
+        raise CorruptError(f"sample: {header.state_bytes} bytes of states, {header.escapes} escapes; {MAX_DECODED} bytes allowed")
     if header.probes > header.tokens or 2 * header.escapes > header.state_bytes:
         raise CorruptError(f"sample: {header.probes} probes, {header.escapes} escapes for {header.tokens} tokens")
     return header
@@ -179,13 +185,13 @@ class _Packer:
     """The three ways to compress.  Not shared between threads, so made per sample (microseconds)."""
 
     def __init__(self) -> None:
-        parameters = zstandard.ZstdCompressionParameters(**HUFFMAN, write_checksum=True)
+        parameters = zstandard.ZstdCompressionParameters(**HUFFMAN)
         self.huffman = zstandard.ZstdCompressor(compression_params=parameters)
         self.raw = zstandard.ZstdCompressor(level=RAW_LEVEL, write_checksum=True)
         self.small = zstandard.ZstdCompressor(level=3, write_checksum=True)
 
 
-def _open(data: bytes | memoryview) -> tuple[Header, dict[str, np.ndarray], Iterator[tuple[bytes, bytes]]]:
+def _open(data: bytes | memoryview) -> tuple[Header, dict[str, np.ndarray], Iterator[tuple[bytes, ...]]]:
     """Header, side arrays, and the checked frames (pairs, rest) of each piece in order, decompressed one by one."""
     data = memoryview(data).cast("B")
     header = read_header(data)
@@ -204,8 +210,9 @@ def _read_side(frame: memoryview, header: Header) -> dict[str, np.ndarray]:
     """The side buffer's arrays by name, checked against each other and the header."""
     sizes = _piece_sizes(header) * (header.taps + 1)
     layout = {"ids": ("<i4", header.tokens), "loss_mask": ("u1", header.tokens), "probe_rows": ("<i4", header.probes),
-              "probe_tokens": ("<i4", header.probes), "bases": ("u1", (header.taps + 1) * header.hidden), "sizes": ("<u4", 2 * len(sizes)),
-              "counts": ("<u4", len(sizes)), "positions": ("<u4", header.escapes), "differences": ("u1", header.escapes)}
+              "probe_tokens": ("<i4", header.probes), "bases": ("u1", (header.taps + 1) * header.hidden),
+              "lengths": ("<u4", 2 * len(sizes)), "seals": ("<u4", 2 * len(sizes)), "counts": ("<u4", len(sizes)),
+              "positions": ("<u4", header.escapes), "differences": ("u1", header.escapes)}
     if zlib.crc32(frame) != header.side_crc:
         raise CorruptError("sample: the side buffer's checksum is wrong")
     data = _unpack(frame, sum(np.dtype(dtype).itemsize * count for dtype, count in layout.values()), zstandard.ZstdDecompressor())
@@ -213,8 +220,8 @@ def _read_side(frame: memoryview, header: Header) -> dict[str, np.ndarray]:
     for name, (dtype, count) in layout.items():
         side[name] = np.frombuffer(data, dtype, count, at)
         at += side[name].nbytes
-    if int(side["sizes"].sum(dtype=np.uint64)) != header.body_bytes or int(side["counts"].sum(dtype=np.uint64)) != header.escapes:
-        raise CorruptError("sample: frame sizes or escape counts do not add up")
+    if side["lengths"].sum(dtype=np.uint64) != header.body_bytes or side["counts"].sum(dtype=np.uint64) != header.escapes:
+        raise CorruptError("sample: frame lengths or escape counts do not add up")
     if header.escapes and (side["positions"] >= np.repeat(sizes, side["counts"])).any():
         raise CorruptError("sample: an escape lies outside its piece")
     if (side["loss_mask"] > 1).any() or ((side["probe_rows"] < 0) | (side["probe_rows"] >= header.tokens)).any():
@@ -229,30 +236,32 @@ def _places(side: dict[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarra
         yield side["positions"][start:end], side["differences"][start:end]
 
 
-def _read_frames(body: memoryview, side: dict[str, np.ndarray], header: Header) -> Iterator[tuple[bytes, bytes]]:
-    ends = np.cumsum(side["sizes"], dtype=np.int64).tolist()
-    places = zip([0, *ends], ends)
+def _read_frames(body: memoryview, side: dict[str, np.ndarray], header: Header) -> Iterator[tuple[bytes, ...]]:
+    ends = np.cumsum(side["lengths"], dtype=np.int64).tolist()
+    sealed = zip([0, *ends], ends, side["seals"].tolist())
     unpacker = zstandard.ZstdDecompressor()
+
+    def unseal(size: int) -> bytes:
+        start, end, seal = next(sealed)
+        if _seal(body[start:end], size) != seal:
+            raise CorruptError("sample: a frame's seal is wrong")
+        return _unpack(body[start:end], size, unpacker)
+
     for values in _piece_sizes(header) * (header.taps + 1):
         half = planes.half_of(values)
-        yield tuple(_unpack(body[slice(*next(places))], size, unpacker, _frame_head(size)) for size in (half, 2 * half))
+        yield unseal(half), unseal(2 * half)
 
 
-def _unpack(frame: memoryview, size: int, unpacker: zstandard.ZstdDecompressor, head: bytes = b"") -> bytes:
-    """One zstd frame of exactly `size` bytes that begins with `head`, its checksum verified."""
-    if frame[:len(head)] != head:
-        raise CorruptError(f"sample: a frame does not begin as one of {size} bytes does")
+def _seal(frame: bytes | memoryview, size: int) -> int:
+    """crc32 of a frame that holds `size` bytes, or of a raw frame's head."""
+    return zlib.crc32(frame if len(frame) <= size + RAW_LONGER else frame[:RAW_HEAD])
+
+
+def _unpack(frame: memoryview, size: int, unpacker: zstandard.ZstdDecompressor) -> bytes:
+    """One zstd frame of exactly `size` bytes."""
     try:
         if zstandard.frame_content_size(frame) != size:             # before zstd allocates what the frame claims
             raise CorruptError(f"sample: a frame of another size than {size} bytes")
         return unpacker.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptError(f"sample: {error}") from None
-
-
-def _frame_head(size: int) -> bytes:
-    """How a zstd frame of known size begins (RFC 8878, 3.1.1.1): one segment, no dictionary, with checksum."""
-    for flag, width, least, limit in ((0x24, 1, 0, 256), (0x64, 2, 256, 65792), (0xA4, 4, 0, 1 << 32)):
-        if size < limit:
-            return b"\x28\xb5\x2f\xfd" + bytes([flag]) + (size - least).to_bytes(width, "little")
-    raise AssertionError(f"a frame of {size} bytes: no piece is that large")
