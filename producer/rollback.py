@@ -237,8 +237,8 @@ def advance(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Non
     decay = g.cumsum(-1).exp()                                      # [N, t]: from before the block to token t
     pull = (k.transpose(1, 2) @ k) * between * after * -beta[..., None]
     u = beta[..., None] * (v - decay[..., None] * (k.transpose(1, 2) @ state))
-    for t in range(1, n):
-        u[:, t:t + 1].baddbmm_(pull[:, t:t + 1, :t], u[:, :t])
+    for t in range(n - 1):                                           # u_t is final: what it does to every later one
+        u[:, t + 1:].addcmul_(pull[:, t + 1:, t:t + 1], u[:, t:t + 1])
     state.mul_(decay[:, -1, None, None]).baddbmm_(k * between[:, -1:], u)
 
 
