@@ -18,6 +18,7 @@ Left out: lossy modes, and more than one thread (callers encode samples side by 
 from __future__ import annotations
 
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -86,15 +87,14 @@ def encode(capture: Capture, *, stream: str, seq: int, contract: str) -> bytes:
         _checked(header)
     except CorruptError as error:
         raise CaptureError(str(error)) from None
-    scratch, packer = planes.Scratch(tokens, hidden), _Packer()
     bases, frames, seals, positions, values = [], [], [], [], []
     for plane in (*capture.taps, capture.final):
         base = planes.channel_base(plane)
         bases.append(base)
         tiled = planes.tiled(base, tokens)
         for piece in planes.cut(plane):
-            pairs, rest, where, what = planes.split(piece, tiled[:len(piece)], scratch)
-            packed = [packer.huffman.compress(pairs), packer.raw.compress(rest)]
+            pairs, rest, where, what = planes.split(piece, tiled[:len(piece)])
+            packed = [_zstd.huffman.compress(pairs), _zstd.raw.compress(rest)]
             frames += packed
             seals += [_seal(frame, content.nbytes) for frame, content in zip(packed, (pairs, rest))]
             positions.append(where)
@@ -102,7 +102,7 @@ def encode(capture: Capture, *, stream: str, seq: int, contract: str) -> bytes:
     arrays = [(capture.ids, "<i4"), (capture.loss_mask, "u1"), (capture.probe_rows, "<i4"), (capture.probe_tokens, "<i4"),
               (np.concatenate(bases), "u1"), ([len(frame) for frame in frames], "<u4"), (seals, "<u4"),
               ([len(where) for where in positions], "<u4"), (np.concatenate(positions), "<u4"), (np.concatenate(values), "u1")]
-    side = packer.small.compress(b"".join(np.asarray(array).astype(dtype).tobytes() for array, dtype in arrays))
+    side = _zstd.small.compress(b"".join(np.asarray(array).astype(dtype).tobytes() for array, dtype in arrays))
     header |= dict(escapes=sum(map(len, positions)), side_bytes=len(side), side_crc=zlib.crc32(side),
                    body_bytes=sum(map(len, frames)))
     packed = msgpack.packb(header)
@@ -113,14 +113,13 @@ def encode(capture: Capture, *, stream: str, seq: int, contract: str) -> bytes:
 def decode(data: bytes | memoryview) -> Sample:
     """The sample, every checksum verified.  Raises CorruptError; allocates only what a checked header declares."""
     header, side, frames = _open(data)
-    scratch = planes.Scratch(header.tokens, header.hidden)
     states = np.empty((header.taps + 1, header.tokens, header.hidden), np.uint16)
     places = _places(side)
     for plane, base in zip(states, side["bases"].reshape(len(states), header.hidden)):
         tiled = planes.tiled(base, header.tokens)
         for piece in planes.cut(plane):
             pairs, rest = next(frames)
-            planes.merge(pairs, rest, *next(places), tiled[:len(piece)], scratch, out=piece)
+            planes.merge(pairs, rest, *next(places), tiled[:len(piece)], out=piece)
     capture = Capture(ids=side["ids"].astype(np.int32), loss_mask=side["loss_mask"].astype(np.bool_), taps=states[:-1],
                       final=states[-1], probe_rows=side["probe_rows"].astype(np.int32),
                       probe_tokens=side["probe_tokens"].astype(np.int32), prompt=header.prompt)
@@ -181,14 +180,17 @@ def _checked(values: object) -> Header:
     return header
 
 
-class _Packer:
-    """The three ways to compress.  Not shared between threads, so made per sample (microseconds)."""
+class _Zstd(threading.local):
+    """The ways to compress, and the one back.  zstd's contexts are not shared between threads, and dear to make."""
 
     def __init__(self) -> None:
-        parameters = zstandard.ZstdCompressionParameters(**HUFFMAN)
-        self.huffman = zstandard.ZstdCompressor(compression_params=parameters)
+        self.huffman = zstandard.ZstdCompressor(compression_params=zstandard.ZstdCompressionParameters(**HUFFMAN))
         self.raw = zstandard.ZstdCompressor(level=RAW_LEVEL, write_checksum=True)
         self.small = zstandard.ZstdCompressor(level=3, write_checksum=True)
+        self.back = zstandard.ZstdDecompressor()
+
+
+_zstd = _Zstd()
 
 
 def _open(data: bytes | memoryview) -> tuple[Header, dict[str, np.ndarray], Iterator[tuple[bytes, ...]]]:
@@ -215,7 +217,7 @@ def _read_side(frame: memoryview, header: Header) -> dict[str, np.ndarray]:
               "positions": ("<u4", header.escapes), "differences": ("u1", header.escapes)}
     if zlib.crc32(frame) != header.side_crc:
         raise CorruptError("sample: the side buffer's checksum is wrong")
-    data = _unpack(frame, sum(np.dtype(dtype).itemsize * count for dtype, count in layout.values()), zstandard.ZstdDecompressor())
+    data = _unpack(frame, sum(np.dtype(dtype).itemsize * count for dtype, count in layout.values()))
     side, at = {}, 0
     for name, (dtype, count) in layout.items():
         side[name] = np.frombuffer(data, dtype, count, at)
@@ -239,13 +241,12 @@ def _places(side: dict[str, np.ndarray]) -> Iterator[tuple[np.ndarray, np.ndarra
 def _read_frames(body: memoryview, side: dict[str, np.ndarray], header: Header) -> Iterator[tuple[bytes, ...]]:
     ends = np.cumsum(side["lengths"], dtype=np.int64).tolist()
     sealed = zip([0, *ends], ends, side["seals"].tolist())
-    unpacker = zstandard.ZstdDecompressor()
 
     def unseal(size: int) -> bytes:
         start, end, seal = next(sealed)
         if _seal(body[start:end], size) != seal:
             raise CorruptError("sample: a frame's seal is wrong")
-        return _unpack(body[start:end], size, unpacker)
+        return _unpack(body[start:end], size)
 
     for values in _piece_sizes(header) * (header.taps + 1):
         half = planes.half_of(values)
@@ -257,11 +258,11 @@ def _seal(frame: bytes | memoryview, size: int) -> int:
     return zlib.crc32(frame if len(frame) <= size + RAW_LONGER else frame[:RAW_HEAD])
 
 
-def _unpack(frame: memoryview, size: int, unpacker: zstandard.ZstdDecompressor) -> bytes:
+def _unpack(frame: memoryview, size: int) -> bytes:
     """One zstd frame of exactly `size` bytes."""
     try:
         if zstandard.frame_content_size(frame) != size:             # before zstd allocates what the frame claims
             raise CorruptError(f"sample: a frame of another size than {size} bytes")
-        return unpacker.decompress(frame, allow_extra_data=False)
+        return _zstd.back.decompress(frame, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CorruptError(f"sample: {error}") from None

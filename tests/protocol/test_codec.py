@@ -3,6 +3,7 @@ import struct
 import subprocess
 import sys
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import msgpack
 import numpy as np
@@ -52,12 +53,13 @@ def test_the_fast_split_is_the_plain_one_and_merge_undoes_it(data):
     anything = rng.integers(0, 65536, (tokens, hidden)).astype(np.uint16)
     plane = data.draw(st.sampled_from([anything, anything & 0x83FF, capture(tokens, hidden, 1).final]))
     channel = data.draw(st.sampled_from([planes.channel_base(plane), rng.integers(0, 256, hidden).astype(np.uint8)]))
-    base, scratch = planes.tiled(channel, tokens), planes.Scratch(tokens, hidden)
-    scratch.words[:], scratch.rest[:] = 0xFFFF, 0xFFFF                       # what an earlier piece may have left
-    pairs, rest, where, what = planes.split(plane.reshape(-1), base, scratch)
+    base = planes.tiled(channel, tokens)
+    planes.scratch.words[:], planes.scratch.rest[:] = 0xFFFF, 0xFFFF                       # what an earlier piece may have left
+    pairs, rest, where, what = planes.split(plane.reshape(-1), base)
     assert (pairs.tobytes(), rest.tolist(), list(zip(where.tolist(), what.tolist()))) == plain_split(plane.reshape(-1).tolist(), base.tolist())
     out = np.empty(plane.size, np.uint16)
-    planes.merge(pairs.tobytes(), rest.tobytes(), where, what, base, planes.Scratch(tokens, hidden), out=out)
+    pairs, rest = pairs.copy(), rest.copy()                                  # they are views of what merge uses
+    planes.merge(pairs.tobytes(), rest.tobytes(), where, what, base, out=out)
     assert np.array_equal(out, plane.reshape(-1))
 
 
@@ -97,6 +99,15 @@ def test_a_sample_of_noise_larger_than_a_megabyte_comes_back():
 def test_states_like_a_targets_shrink_to_two_thirds():
     given_ = capture(512, 256, 2)
     assert (given_.taps.nbytes + given_.final.nbytes) / len(round_trip(given_)) > 1.45
+
+
+def test_threads_do_not_share_what_they_work_in():
+    given_ = [capture(300, 256, 2, seed) for seed in range(8)]
+    alone = [codec.encode(c, stream=STREAM, seq=0, contract=CONTRACT.hash) for c in given_]
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(3):
+            assert list(pool.map(lambda c: codec.encode(c, stream=STREAM, seq=0, contract=CONTRACT.hash), given_)) == alone
+            assert all(np.array_equal(got.capture.taps, c.taps) for got, c in zip(pool.map(codec.decode, alone), given_))
 
 
 def test_views_that_are_not_contiguous_are_encoded_as_what_they_show():
