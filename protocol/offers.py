@@ -113,12 +113,12 @@ class Offers:
 
     def arrived(self, fetch: Fetch) -> None:
         ready = fetch.ready()
-        self.counters["checkpoints"] += 1
         self._handed[ready.peer, ready.offer] = ready
         if old := self.inbox.replace(ready):
             self.counters["replaced"] += 1
             del self._handed[old.peer, old.offer]
             shutil.rmtree(old.folder, ignore_errors=True)
+        self.counters["checkpoints"] += 1
 
     def reported(self, ready: CheckpointReady, result: dict, error: str | None) -> None:
         self.counters["reports"] += 1

@@ -132,8 +132,8 @@ class ProducerLink:
             peers[name] = {"connected": peer is not None, "follower": acked is None, "acked": acked if acked is not None else end - 1,
                            "lag": end - 1 - acked if acked is not None else 0, "credit": peer.session.credit if peer else 0,
                            "last_seen_s": round(now - peer.seen, 1) if peer else None} | (dict(peer.session.counters) if peer else {})
-        counters = self.counters + self._offers.counters + (self._listener.counters if self._listener else Counter())
-        return {"peers": peers, "counters": dict(counters) | {"unsaved_cursors": self._subscribers.failures}}
+        counters = dict(self.counters) | dict(self._offers.counters) | dict(self._listener.counters if self._listener else {})
+        return {"peers": peers, "counters": counters | {"unsaved_cursors": self._subscribers.failures}}
 
     # ---- the link's thread
 
@@ -161,7 +161,7 @@ class ProducerLink:
                     return
             peer.seen = now
             with self._subscribers.lock:                             # no sample is dropped between the judging of a Hello and its join
-                peer.session.stream_is(self._store.first, self._store.next, self._ended)
+                self._tell_stream(peer.session)
                 events = peer.session.receive(message, now)
                 for event in events:
                     if isinstance(event, Joined):
@@ -178,6 +178,10 @@ class ProducerLink:
         except OSError as error:                                     # the disk, where a checkpoint is fetched to
             self._count("disk_errors", "checkpoint of %s: %s; link dropped", peer.name, error)
             self._drop(identity, peer, f"cannot store the checkpoint: {error}")
+
+    def _tell_stream(self, session: PeerSession) -> None:
+        ended = self._ended                                          # read before next: "ended" must not go with a next of before
+        session.stream_is(self._store.first, self._store.next, ended)
 
     def _admit(self, identity: bytes, message: Message, now: float) -> _Peer | None:
         """A session for one who says Hello; others are told to (after a restart of this end, say)."""
@@ -222,7 +226,7 @@ class ProducerLink:
         """Send what is due, as far as the socket takes it; True where there is more."""
         now = time.monotonic()
         try:
-            peer.session.stream_is(self._store.first, self._store.next, self._ended)
+            self._tell_stream(peer.session)
             for event in peer.session.tick(now):
                 self._handle(identity, peer, event)
                 return False
@@ -276,7 +280,7 @@ class ProducerLink:
     def _read_sample(self, seq: int) -> bytes:
         try:
             return self._store.read(seq)
-        except (HsdraftError, OSError) as error:
+        except (HsdraftError, OSError, KeyError) as error:
             raise Unreadable(f"sample {seq}: {error}") from error
 
     def _read_chunk(self, key: tuple[str, ...], offset: int, length: int) -> bytes:

@@ -135,10 +135,11 @@ class TrainerLink:
     def pause(self, paused: bool) -> None:
         """True: grant no more credit (the disk budget is used up); at most the window still comes."""
         def order() -> None:
-            self._receiving = not paused
             if self._session is not None:
                 self._session.receiving(self._receiving)
-        self._worker.do(order)
+        if paused is self._receiving:                            # a change: it may be called at every turn
+            self._receiving = not paused
+            self._worker.do(order)
 
     def snapshot(self) -> dict:
         """For status: state, connected, next_seq, producer_next, lag, ended, complete, credit, idle_s, counters."""
@@ -162,9 +163,9 @@ class TrainerLink:
 
     def _one_session(self) -> str:
         """Connect, be welcomed, stream; returns why it ended."""
-        began, was_up = time.monotonic(), False
+        began, reason = time.monotonic(), "a fault of this trainer's"
         session = self._session = TrainerSession(self._name, self._cursor(), samples=self._on_sample is not None, window=self._window,
-                                                 timing=self._timing, read_chunk=self._serve, now=began)
+                                                 timing=self._timing, read_chunk=self._serving.read, now=began)
         session.receiving(self._receiving)
         dialer = Dialer(self._context, self._address, self._keys, self._worker.bell)
         try:
@@ -179,24 +180,28 @@ class TrainerLink:
         except (OSError, DiskFull) as error:
             self.counters["disk_errors"] += 1
             reason = f"this box's disk: {error}"
+        finally:                                                 # a bug passes through here, too, on its way to the main thread
+            self._part_with(session, dialer, reason)
+            self._progress |= time.monotonic() - began > 4 * self._timing.limit
+        return reason
+
+    def _part_with(self, session: TrainerSession, dialer: Dialer, reason: str) -> None:
+        """Bye, and everything that belonged to the session closed; parts of files stay on disk."""
+        session.close(reason)
         try:
-            was_up = self.up
-            session.close(reason)
             self._flush(session, dialer)
         finally:
             dialer.close()
-            self._serving.close()
-            for part in self._parts.values():
-                part.close()
-            self._parts.clear()
-            self._pending.clear()
-            self.counters.update(session.counters)
-            self._progress |= time.monotonic() - began > 4 * self._timing.limit
-            self._session = None
-            self._show(connected=False, state=reason)
+        self._serving.close()
+        for part in self._parts.values():
+            part.close()
+        self._parts.clear()
+        self._pending.clear()
+        self.counters.update(session.counters)
+        self._session, was_up = None, self.up
+        self._show(connected=False, state=reason)
         if was_up:
             self.inbox.put(LinkDown(reason))
-        return reason
 
     def _converse(self, session: TrainerSession, dialer: Dialer) -> str:
         """Until the session is over.  Raises PeerError, OSError."""
@@ -282,9 +287,6 @@ class TrainerLink:
         for old in session.offer(offer):
             self._stop_serving(old)
         self._serving.adopt(opened)
-
-    def _serve(self, key: tuple[str, ...], offset: int, length: int) -> bytes:
-        return self._serving.read(key, offset, length)
 
     def _stop_serving(self, offer: str) -> None:
         for name in CHECKPOINT_NAMES:

@@ -1,0 +1,470 @@
+"""Real sockets on loopback: samples flow and resume, faults of a peer stay with it, keys decide who may connect."""
+import queue
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+
+import msgpack
+import pytest
+import zmq
+import samples
+from ends import CONTRACT, OTHER
+
+from common.errors import CorruptError, UserError
+from protocol import events as e, keys as key_files
+from protocol.events import Cursor, LinkDown, LinkUp, Refused, ReportArrived
+from protocol.frames import CHUNK, VERSION, decode, encode
+from protocol.offers import Fetch
+from protocol.producer_link import ProducerLink
+from protocol.rules import Timing
+from protocol.store import DiskFull, SampleStore
+from protocol.trainer_link import TrainerLink
+from protocol.transfer import describe, offer_id
+from protocol.wire import is_local
+
+TIMING = Timing(interval=0.2, limit=3.0)
+
+
+class Store:
+    """Stands for SampleStore: a stream in memory."""
+
+    def __init__(self, count: int = 0, stream: str = "s1") -> None:
+        self.stream, self.first, self.data = stream, 0, {n: b"%d" % n * 50 for n in range(count)}
+
+    @property
+    def next(self) -> int:
+        return self.first + len(self.data)
+
+    def read(self, seq: int) -> bytes:
+        if seq not in self.data:
+            raise CorruptError(f"sample {seq} is not here")
+        return self.data[seq]
+
+    def append(self, seq: int, data: bytes) -> None:
+        assert seq == self.next
+        self.data[seq] = data
+
+    def drop_below(self, seq: int) -> None:
+        for old in range(self.first, seq):
+            del self.data[old]
+        self.first = max(self.first, seq)
+
+
+class Box:
+    """A trainer's box: what it stored, and a link."""
+
+    def __init__(self, address: str, tmp_path, name: str = "box", *, follower: bool = False, contract=None, **options) -> None:
+        self.samples: list[tuple[int, bytes]] = []
+        self.stream, self.contract = (None, None) if contract is None else ("s1", contract)
+        self.fail: Exception | None = None
+        self.link = TrainerLink(address, name, cursor=self.cursor, on_welcome=self.welcomed, on_sample=None if follower else self.store,
+                                assets_dir=tmp_path / f"{name}-assets", timing=TIMING, **options)
+
+    def cursor(self) -> Cursor:
+        return Cursor(self.stream, len(self.samples), self.contract)
+
+    def welcomed(self, welcome, contract) -> None:
+        self.stream, self.contract = welcome.stream, contract
+
+    def store(self, seq: int, data: bytes) -> None:
+        if self.fail:
+            raise self.fail
+        self.samples.append((seq, data))
+
+
+def wait_for(true: Callable[[], object], *links) -> None:
+    end = time.monotonic() + 20
+    while not true():
+        for link in links:
+            link.raise_if_failed()
+        assert time.monotonic() < end, "did not happen"
+        time.sleep(0.01)
+
+
+def news(link, kind):
+    """The next event of that kind."""
+    while True:
+        event = link.inbox.get(timeout=20)
+        if isinstance(event, kind):
+            return event
+
+
+@pytest.fixture
+def address() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"tcp://127.0.0.1:{sock.getsockname()[1]}"
+
+
+@pytest.fixture
+def serve(address, tmp_path):
+    """serve(store) -> a listening ProducerLink; closed after the test."""
+    opened = []
+    def start(store, **options) -> ProducerLink:
+        link = ProducerLink(options.pop("at", address), store, options.pop("contract", CONTRACT).to_dict(), options.pop("assets", {}),
+                            cursors=tmp_path / "subscribers.json", inbox_dir=tmp_path / "inbox", timing=TIMING, **options)
+        opened.append(link)
+        link.start()
+        return link
+    yield start
+    for link in opened:
+        link.close()
+        link.raise_if_failed()
+
+
+def test_samples_assets_and_a_checkpoint_cross_and_come_back(serve, address, tmp_path):
+    (tmp_path / "emb").write_bytes(random.Random(0).randbytes(5 * CHUNK + 3))
+    (tmp_path / "empty").write_bytes(b"")
+    store = Store(20)
+    producer = serve(store, assets={"embedding": tmp_path / "emb", "tokenizer": tmp_path / "empty"}, evaluation={"prompts": "abc"})
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(random.Random(1).randbytes(2 * CHUNK + 1))
+    box = Box(address, tmp_path)
+    with box.link as link:
+        assert link.wait_ready(20) and link.welcome.evaluation == {"prompts": "abc"} and link.contract == CONTRACT
+        assert {n: p.read_bytes() for n, p in link.assets().items()} == {"embedding": (tmp_path / "emb").read_bytes(), "tokenizer": b""}
+        store.append(20, b"late")
+        producer.samples_ready()
+        producer.set_ended(True)
+        wait_for(lambda: link.complete, link, producer)
+        assert box.samples == list(store.data.items())
+        wait_for(lambda: producer.lowest_acked() == 20, link, producer)
+        offered = link.offer(folder, run="ce-s0", step=7, record={"tokens": 5})
+        ready = producer.inbox.get(timeout=20)
+        assert (ready.peer, ready.run, ready.step, ready.record, ready.offer) == ("box", "ce-s0", 7, {"tokens": 5}, offered)
+        assert {p.name: p.read_bytes() for p in ready.folder.iterdir()} == {p.name: p.read_bytes() for p in folder.iterdir()}
+        producer.report(ready, result={"tau": 2.5})
+        assert news(link, ReportArrived) == ReportArrived(offered, "ce-s0", 7, {"tau": 2.5}, None)
+        link.offer(folder, run="ce-s0", step=7, record={"tokens": 5})         # again: answered from memory
+        assert news(link, ReportArrived).result == {"tau": 2.5} and not ready.folder.exists()
+        peer = producer.snapshot()["peers"]["box"]
+        assert peer["connected"] and peer["acked"] == 20 and peer["lag"] == 0 and peer["samples"] == 21
+        assert producer.snapshot()["counters"]["reports"] == 1
+
+
+def test_a_producer_that_is_gone_and_comes_back_goes_on_where_it_was(serve, address, tmp_path):
+    store, box = Store(5), Box(address, tmp_path)
+    with box.link as link:                                          # nobody listens yet
+        first = serve(store)
+        wait_for(lambda: len(box.samples) == 5, link, first)
+        first.close()
+        assert "stops" in news(link, LinkDown).reason and not link.up
+        for seq in range(5, 12):
+            store.append(seq, b"x" * seq)
+        second = serve(store)
+        news(link, LinkUp)
+        wait_for(lambda: len(box.samples) == 12 and second.lowest_acked() == 11, link, second)
+        assert box.samples == list(store.data.items()) and first.snapshot()["peers"]["box"]["acked"] == 4
+    wait_for(lambda: not second.snapshot()["peers"]["box"]["connected"], second)
+    assert second.lowest_acked() == 11                              # known, though away
+    assert second.forget("box") and second.lowest_acked() is None and not second.forget("box")
+
+
+def test_the_real_stores_hold_the_same_bytes_after_restarts_of_both_ends(serve, address, tmp_path):
+    """As the daemons do it: SampleStore at both ends, the trainer's made at its first Welcome."""
+    made = [samples.sample(seq) for seq in range(9)]
+    sent = SampleStore(tmp_path / "producer")
+    sent.begin(samples.STREAM, samples.CONTRACT.to_dict(), 0)
+    for upto in (4, 9):
+        for seq in range(sent.next, upto):
+            sent.append(seq, made[seq])
+        producer = serve(sent, contract=samples.CONTRACT)
+        kept = SampleStore(tmp_path / "trainer")
+        def welcomed(welcome, contract):
+            if not kept.stream:
+                kept.begin(welcome.stream, welcome.contract, welcome.first_seq)
+        with TrainerLink(address, "box", cursor=lambda: Cursor(kept.stream or None, kept.next, samples.CONTRACT if kept.stream else None),
+                         on_welcome=welcomed, on_sample=kept.append, assets_dir=tmp_path / "assets", timing=TIMING) as link:
+            wait_for(lambda: producer.lowest_acked() == upto - 1, link, producer)
+        producer.close()
+        kept.close()
+    kept = SampleStore(tmp_path / "trainer", readonly=True)
+    assert [kept.read(seq) for seq in range(kept.first, kept.next)] == made and kept.duplicates == 0
+    sent.close()
+
+
+def test_what_all_have_is_dropped_and_a_trainer_from_before_is_refused_by_range(serve, address, tmp_path):
+    store, box = Store(6), Box(address, tmp_path)
+    producer = serve(store)
+    with box.link as link:
+        wait_for(lambda: producer.lowest_acked() == 5, link, producer)
+    producer.drop_acked()
+    assert (store.first, store.next) == (6, 6)
+    store.append(6, b"new")
+    late, behind = Box(address, tmp_path, "late"), Box(address, tmp_path, "behind", contract=CONTRACT)
+    with late.link, behind.link:
+        wait_for(lambda: late.samples == [(6, b"new")], late.link, producer)
+        assert "samples 0 to 5 are gone here" in news(behind.link, Refused).reason
+    assert set(producer.snapshot()["peers"]) == {"box", "late"} and producer.snapshot()["counters"]["refused"] >= 1
+
+
+def test_another_contract_is_refused_by_name(serve, address, tmp_path):
+    serve(Store(1))
+    box = Box(address, tmp_path, contract=OTHER)
+    with box.link as link:
+        assert [f.split(":")[0] for f in news(link, Refused).fields] == ["target", "taps"]
+        assert not box.samples and not link.up and not link.wait_ready(0.0)
+
+
+def test_a_follower_gets_reports_and_no_samples_and_holds_nothing_back(serve, address, tmp_path):
+    store = Store(3)
+    producer, arm = serve(store), Box(address, tmp_path, "box:arm", follower=True, contract=CONTRACT)
+    with arm.link as link:
+        news(link, LinkUp)
+        producer.set_ended(True)
+        wait_for(lambda: link.complete, link, producer)
+        assert producer.lowest_acked() is None and producer.snapshot()["peers"]["box:arm"]["follower"] and not arm.samples
+
+
+def test_a_second_link_of_one_name_takes_the_firsts_place(serve, address, tmp_path):
+    store = Store(3)
+    producer, one, two = serve(store), Box(address, tmp_path), Box(address, tmp_path)
+    with one.link:
+        wait_for(lambda: len(one.samples) == 3, one.link)
+        with two.link:
+            wait_for(lambda: len(two.samples) == 3, two.link)
+            assert "connected again" in news(one.link, LinkDown).reason
+    assert producer.snapshot()["counters"]["replaced_links"] >= 1
+
+
+def test_a_full_disk_loses_nothing_and_other_errors_of_ours_are_loud(serve, address, tmp_path):
+    store, box = Store(4), Box(address, tmp_path)
+    producer = serve(store)
+    box.fail = DiskFull("no space")
+    with box.link as link:
+        assert "no space" in news(link, LinkDown).reason and link.snapshot()["counters"]["disk_errors"] >= 1
+        box.fail = OSError(5, "Input/output error")
+        wait_for(lambda: link.snapshot()["counters"]["disk_errors"] >= 2, link)
+        box.fail = None
+        wait_for(lambda: box.samples == list(store.data.items()), link, producer)
+        box.fail = ZeroDivisionError("a bug")
+        store.append(4, b"x")
+        producer.samples_ready()
+        with pytest.raises(ZeroDivisionError, match="a bug"):
+            wait_for(lambda: False, link)
+    producer.raise_if_failed()
+
+
+def test_a_paused_trainer_takes_at_most_what_was_granted(serve, address, tmp_path):
+    store, box = Store(0), Box(address, tmp_path, window=1000)
+    producer = serve(store)
+    with box.link as link:
+        news(link, LinkUp)
+        link.pause(True)
+        wait_for(lambda: "paused" in link.snapshot()["state"], link)
+        for seq in range(50):
+            store.append(seq, b"x" * 100)
+        producer.samples_ready()
+        wait_for(lambda: link.snapshot()["credit"] == 0, link, producer)
+        assert len(box.samples) == 10
+        link.pause(False)
+        wait_for(lambda: len(box.samples) == 50, link, producer)
+
+
+# ---- peers that misbehave
+
+class Raw:
+    """A DEALER that says what it likes."""
+
+    def __init__(self, address: str) -> None:
+        self._context = zmq.Context()
+        self._dealer = self._context.socket(zmq.DEALER)
+        self._dealer.setsockopt(zmq.LINGER, 0)
+        self._dealer.setsockopt(zmq.RCVHWM, 1)                       # what it does not read stays with the producer
+        self._dealer.connect(address)
+
+    def say(self, *parts: bytes):
+        """The answer's message, skipping pulses and samples."""
+        self._dealer.send_multipart(parts)
+        return self.hear()
+
+    def hear(self):
+        assert self._dealer.poll(20_000), "no answer"
+        return decode(self._dealer.recv_multipart())
+
+    def close(self) -> None:
+        self._dealer.close()
+        self._context.term()
+
+
+@pytest.fixture
+def raw(address):
+    one = Raw(address)
+    yield one
+    one.close()
+
+
+def test_garbage_is_counted_and_others_go_on(serve, address, tmp_path, raw):
+    store, box = Store(2), Box(address, tmp_path)
+    producer = serve(store)
+    rng = random.Random(0)
+    with box.link as link:
+        wait_for(lambda: len(box.samples) == 2, link)
+        for n in range(20):
+            assert isinstance(raw.say(*[rng.randbytes(rng.randint(0, 50)) for _ in range(rng.randint(1, 4))]), e.Bye)
+        assert raw.say(*encode(e.Ack(3))) == e.Bye("say Hello first")
+        store.append(2, b"more")
+        producer.samples_ready()
+        wait_for(lambda: len(box.samples) == 3, link, producer)
+        counters = producer.snapshot()["counters"]
+        assert counters["malformed"] == 20 and counters["strangers"] == 1
+        assert link.snapshot()["counters"].get("malformed", 0) == 0 and box.link.up
+
+
+def test_a_peer_that_breaks_the_rules_loses_its_session(serve, raw):
+    producer = serve(Store(2))
+    assert isinstance(raw.say(*encode(e.Hello("rude", None, 0, None, True))), e.Welcome)
+    assert isinstance(raw.say(*encode(e.Credit(0))), e.StreamHeartbeat)
+    raw._dealer.send_multipart(encode(e.Ack(7)))
+    while not isinstance(said := raw.hear(), e.Bye):
+        pass
+    assert "newest sent" in said.reason
+    assert raw.say(*encode(e.Heartbeat({}))) == e.Bye("say Hello first")
+    assert producer.snapshot()["counters"]["malformed"] == 1
+
+
+def test_another_version_is_refused_and_told_which(serve, raw):
+    producer = serve(Store(1))
+    answer = raw.say(msgpack.packb([VERSION + 1, "Hello", {"new": "fields"}]))
+    assert answer == e.Refuse("protocol", (f"version: {VERSION} -> {VERSION + 1}",))
+    assert producer.snapshot()["counters"]["refused"] == 1 and not producer.snapshot()["peers"]
+
+
+def test_a_frame_beyond_the_limit_never_reaches_us(serve, address, tmp_path, raw):
+    store, box = Store(1), Box(address, tmp_path)
+    producer = serve(store)
+    raw._dealer.send_multipart([b"x" * (8 << 20)])
+    with box.link as link:
+        wait_for(lambda: len(box.samples) == 1, link, producer)
+    assert producer.snapshot()["counters"].get("malformed", 0) == 0
+
+
+def test_a_peer_that_asks_and_does_not_read_costs_a_bounded_amount(serve, tmp_path, raw, monkeypatch):
+    (tmp_path / "emb").write_bytes(bytes(CHUNK))
+    (info,) = describe({"embedding": tmp_path / "emb"})
+    producer, served = serve(Store(0), assets={"embedding": tmp_path / "emb"}), []
+    read = producer._serving.read
+    monkeypatch.setattr(producer._serving, "read", lambda *a: served.append(a) or read(*a))
+    raw.say(*encode(e.Hello("greedy", None, 0, None, True)))
+    ask = encode(e.AssetGet(info.sha256, 0, CHUNK))
+    while len(served) < 1000:
+        before, end = len(served), time.monotonic() + 0.5
+        raw._dealer.send_multipart(ask)
+        while len(served) == before and time.monotonic() < end:
+            time.sleep(0.001)
+        if len(served) == before:
+            break                                                   # the queue is full: nothing more is read for this peer
+    for _ in range(6):
+        raw._dealer.send_multipart(ask)
+    wait_for(lambda: producer.snapshot()["counters"].get("malformed") == 1, producer)
+    assert 1 < len(served) < 1000 // 2                              # queues at both ends and the kernel's, each bounded
+
+
+def test_a_silent_peer_is_dropped_and_its_cursor_kept(serve, raw):
+    producer = serve(Store(2))
+    raw.say(*encode(e.Hello("silent", None, 0, None, True)))
+    wait_for(lambda: not producer.snapshot()["peers"]["silent"]["connected"], producer)
+    assert producer.lowest_acked() == -1
+
+
+def test_a_sample_that_cannot_be_read_is_told_and_the_link_lives(serve, address, tmp_path):
+    store, box = Store(4), Box(address, tmp_path)
+    del store.data[2]
+    store.data[9] = b"keeps next at 4"
+    producer = serve(store)
+    with box.link as link:
+        assert "sample 2 is not here" in news(link, LinkDown).reason
+        assert [seq for seq, _ in box.samples] == [0, 1] and producer.snapshot()["counters"]["unreadable"] >= 1
+        store.data[2] = b"repaired"
+        del store.data[9]
+        wait_for(lambda: len(box.samples) == 4, link, producer)
+
+
+# ---- offers on disk
+
+def test_a_fetch_resumes_and_newer_offers_clear_older_folders(tmp_path):
+    source = tmp_path / "ck"
+    source.mkdir()
+    blob = random.Random(2).randbytes(3000)
+    (source / "model.safetensors").write_bytes(blob)
+    files = describe({"model.safetensors": source / "model.safetensors"})
+    def made(step: int, **changes):
+        return e.CheckpointOffer(**{"offer": offer_id("r", step, files), "run": "r", "step": step, "contract_hash": "0" * 64, "files": files,
+                                    "record": {}} | changes)
+    fetch = Fetch(tmp_path / "in", "box", made(1))
+    fetch.write("model.safetensors", 0, blob[:1000], False)
+    fetch.close()
+    again = Fetch(tmp_path / "in", "box", made(1))
+    assert again.have == {"model.safetensors": 1000} and not again.complete
+    again.write("model.safetensors", 1000, blob[1000:], True)
+    assert again.complete and Fetch(tmp_path / "in", "box", made(1)).complete
+    with pytest.raises(Exception, match="not the id"):
+        Fetch(tmp_path / "in", "box", made(1, offer="0" * 32))
+
+
+def test_a_checkpoint_that_waits_is_replaced_by_a_newer_one_and_counted(serve, address, tmp_path):
+    producer, box = serve(Store(0)), Box(address, tmp_path)
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    with box.link as link:
+        news(link, LinkUp)
+        for step in (1, 2, 3):
+            (folder / "config.json").write_text(f"step {step}")
+            link.offer(folder, run="r", step=step, record={})
+            wait_for(lambda: producer.snapshot()["counters"].get("checkpoints") == step, link, producer)
+        ready = producer.inbox.get_nowait()
+        assert ready.step == 3 and (ready.folder / "config.json").read_text() == "step 3" and producer.snapshot()["counters"]["replaced"] == 2
+        with pytest.raises(queue.Empty):
+            producer.inbox.get_nowait()
+        assert list(ready.folder.parent.iterdir()) == [ready.folder]
+        producer.report(ready, error="no use")
+        assert news(link, ReportArrived).error == "no use"
+        with pytest.raises(e.LocalError, match="Report"):
+            producer.report(ready, result={"x": "y" * (2 << 20)})
+
+
+# ---- opening
+
+def test_a_taken_port_and_an_open_address_are_the_persons_to_mend(serve, address, tmp_path):
+    serve(Store(0))
+    with pytest.raises(UserError, match=f"{address} is in use"):
+        serve(Store(0))
+    with pytest.raises(UserError, match="--insecure"):
+        serve(Store(0), at="tcp://0.0.0.0:5799")
+    with pytest.raises(UserError, match="cannot listen on nonsense"):
+        serve(Store(0), at="nonsense", insecure=True)
+    with pytest.raises(UserError, match="--name"):
+        Box(address, tmp_path, "no/slash")
+
+
+@pytest.mark.parametrize("where, local", [("tcp://127.0.0.1:1", True), ("tcp://localhost:1", True), ("tcp://[::1]:1", True), ("ipc:///tmp/x", True),
+                                          ("tcp://*:1", False), ("tcp://0.0.0.0:1", False), ("tcp://192.168.1.2:1", False), ("tcp://127.evil.com:1", False)])
+def test_loopback(where, local):
+    assert is_local(where) is local
+
+
+def test_an_allowed_key_connects_and_an_unknown_one_is_counted_until_it_is_allowed(serve, address, tmp_path):
+    (known, stranger, mine) = (key_files.generate(tmp_path / n) for n in ("known", "stranger", "producer"))
+    key_files.allow(tmp_path / "producer", known)
+    for name in ("known", "stranger"):
+        key_files.set_producer(tmp_path / name, mine)
+    producer = serve(Store(3), keys=key_files.ProducerKeys(tmp_path / "producer"))
+    boxes = {name: Box(address, tmp_path, name, keys=key_files.TrainerKeys(tmp_path / name)) for name in ("known", "stranger")}
+    plain = Box(address, tmp_path, "plain")
+    with boxes["known"].link as link, boxes["stranger"].link as other, plain.link:
+        wait_for(lambda: len(boxes["known"].samples) == 3, link, producer)
+        wait_for(lambda: producer.snapshot()["counters"].get("refused_keys", 0) >= 1, other, producer)
+        assert set(producer.snapshot()["peers"]) == {"known"} and not boxes["stranger"].samples
+        key_files.allow(tmp_path / "producer", stranger)
+        wait_for(lambda: len(boxes["stranger"].samples) == 3, other, producer)
+        assert not plain.samples
+
+
+def test_importing_the_links_leaves_torch_unloaded():
+    code = "import sys, protocol.producer_link, protocol.trainer_link; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
