@@ -96,6 +96,7 @@ def answer(ends: Ends, **changes):
 
 
 @pytest.mark.parametrize("next_seq, words", [(1, "samples 1 to 2 are gone here; this stream holds 3 to 9"),
+                                             (2, "samples 2 to 2 are gone here; this stream holds 3 to 9"),
                                              (11, "samples 10 to 10 were never made here; this stream holds 3 to 9")])
 def test_a_cursor_out_of_range_is_refused_naming_the_range(next_seq, words):
     ends = Ends([b"x"] * 10, first=3)
