@@ -17,10 +17,11 @@ BLOCK = 6
 class Scheduled:
     """Knows the text: block i has sizes[i] slots and its first kept[i] drafts right, the next one wrong, the rest right.
 
-    Both lists are repeated.  Checks that the loop's last token stands where its context ends, and keeps all taps."""
+    Both lists are repeated.  Checks that the loop's last token stands where its context ends (not where a text may differ
+    from the known one: strict=False), and keeps all taps."""
 
-    def __init__(self, text: list[int], kept: list[int], sizes: list[int] = (16,), wrong: int = 7) -> None:
-        self.text, self.kept, self.sizes, self.wrong = text, kept, sizes, wrong
+    def __init__(self, text: list[int], kept: list[int], sizes: list[int] = (16,), *, wrong: int = 7, strict: bool = True) -> None:
+        self.text, self.kept, self.sizes, self.wrong, self.strict = text, kept, sizes, wrong, strict
         self.blocks, self.taps = 0, []
 
     def extend(self, taps) -> None:
@@ -28,7 +29,7 @@ class Scheduled:
 
     def propose(self, last, slots):
         anchor = sum(taps.shape[2] for taps in self.taps)
-        assert self.text[anchor] == int(last)
+        assert not self.strict or self.text[anchor] == int(last)
         keep, size = self.kept[self.blocks % len(self.kept)], self.sizes[self.blocks % len(self.sizes)]
         self.blocks += 1
         draft = (self.text + [self.wrong] * slots)[anchor + 1:anchor + min(slots, size)]
@@ -56,7 +57,7 @@ def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
     return [torch.randint(3, 300, (n,), generator=generator).tolist() for n in lengths]
 
 
-def trained(target: Target, texts: list[list[int]], new_tokens: int, steps: int = 120) -> Drafter:
+def trained(target: Target, texts: list[list[int]], new_tokens: int, steps: int) -> Drafter:
     """A drafter that has learned the target's answers to these prompts, more or less: some blocks right, some not."""
     config = shape_for(target.hidden_size, target.vocab_size, target.n_layers, TAPS, target.mask_token_id, "mixed",
                        block_size=BLOCK, sliding_window=24)
