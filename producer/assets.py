@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from common.files import publish_folder, sha256_file
+from common.files import publish_folder
 from producer.target import Target
 
 
@@ -32,7 +32,3 @@ def write(target: Target, folder: Path) -> dict[str, Path]:
              "target_config": "target_config.json"}
     return {name: folder / file for name, file in names.items() if (folder / file).exists()}
 
-
-def describe(files: dict[str, Path]) -> list[dict]:
-    """[{name, size in bytes, sha256}], as Welcome offers them."""
-    return [{"name": name, "size": path.stat().st_size, "sha256": sha256_file(path)} for name, path in sorted(files.items())]

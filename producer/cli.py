@@ -26,7 +26,7 @@ def serve(settings: config.Serve) -> None:
 def status(settings: config.Status) -> None:
     """What this box's producer is doing."""
     from common import status as screen
-    screen.show(settings.state_dir, "hsprod", as_json=settings.json)
+    screen.show([settings.state_dir / "status.json"], "hsprod serve", as_json=settings.json)
 
 
 app.command("serve")(as_command(config.Serve, "HSPROD", serve))

@@ -25,7 +25,8 @@ from producer.schedule import Progress
 from producer.speculate import Limit
 from producer.target import Target, layer_count, load
 from protocol.keys import ProducerKeys
-from protocol.link import CheckpointReady, ProducerLink
+from protocol.offers import CheckpointReady
+from protocol.producer_link import ProducerLink
 from protocol.store import DiskFull, SampleStore, should_pause
 
 log = logging.getLogger("hsprod")
@@ -44,12 +45,12 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     folder = settings.state_dir / "streams" / contract.hash[:16]
     offered = assets.write(target, settings.state_dir / "assets" / contract.hash[:16])
     with SampleStore(folder / "samples", contract=contract.to_dict()) as store:
-        link = ProducerLink(settings.bind, store, contract.to_dict(), assets.describe(offered), offered,
-                            cursors=folder / "subscribers.json", inbox_dir=folder / "checkpoints",
+        evaluator = Evaluator(target, contract, split.held_out, settings, stop)
+        link = ProducerLink(settings.bind, store, contract.to_dict(), offered, cursors=folder / "subscribers.json",
+                            inbox_dir=folder / "checkpoints", evaluation={"prompts": evaluator.prompts_hash},
                             keys=ProducerKeys(settings.keys) if settings.keys else None, insecure=settings.insecure)
         production = Production(target, contract, split.train, settings, store,
-                                Progress(folder / "progress.json", prompt_files.prompts_hash(split.train), store.next), lambda: bool(stop))
-        evaluator = Evaluator(target, contract, split.held_out, settings, lambda: bool(stop))
+                                Progress(folder / "progress.json", prompt_files.prompts_hash(split.train), store.next), stop)
         with link:
             log.info("listening on %s; stream %s holds %d samples", settings.bind, store.stream[:8], store.next - store.first)
             service.notify(READY="1")
@@ -70,11 +71,12 @@ def read_prompts(settings: Serve) -> prompt_files.Split:
 class Evaluator:
     """Checkpoints in, acceptance reports out.  Plain texts are decoded once and kept for all checkpoints."""
 
-    def __init__(self, target: Target, contract: ExtractionContract, held_out: list[prompt_files.Prompt], settings: Serve, stop) -> None:
+    def __init__(self, target: Target, contract: ExtractionContract, held_out: list[prompt_files.Prompt], settings: Serve,
+                 stop: service.Stop) -> None:
         self._target, self._contract, self._stop = target, contract, stop
         chosen = sorted(held_out, key=lambda p: p.id)[:settings.eval_prompts]
         self._prompts = [(p.id, prompt_files.render(target.tokenizer, p, contract.thinking)) for p in chosen]
-        self._hash = prompt_files.prompts_hash(chosen)
+        self.prompts_hash = prompt_files.prompts_hash(chosen)
         self._plain = evaluate.PlainTexts(target, Limit(settings.eval_new_tokens, target.eos_ids), contract.taps)
 
     def report(self, ready: CheckpointReady) -> dict:
@@ -87,10 +89,10 @@ class Evaluator:
                 raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
         began = time.monotonic()
         result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=self._progress)
-        return result | {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self._hash, "seconds": time.monotonic() - began}
+        return result | {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self.prompts_hash, "seconds": time.monotonic() - began}
 
     def _progress(self, done: int, of: int) -> None:
-        if self._stop():
+        if self._stop:
             raise Stopped
 
 
@@ -106,7 +108,7 @@ class Loop:
     evaluator: Evaluator
 
     def run(self) -> None:
-        self.board, self.began, self.paused, self.last_report, self._disk_full = Board(self.settings.state_dir), time.monotonic(), False, "", False
+        self.board, self.began, self.paused, self.last_report, self._disk_full = Board(self.settings.state_dir / "status.json"), time.monotonic(), False, "", False
         while not self.stop:
             self.link.raise_if_failed()
             self.link.set_ended(self.production.ended)
@@ -159,9 +161,8 @@ class Loop:
     def make_room(self) -> None:
         """Free what every known trainer has, oldest first, when the budget is nearly used; then decide whether to pause."""
         budget = int(self.settings.disk_budget * 1e9)
-        acked = self.link.lowest_acked()
-        if acked is not None and should_pause(self.store.bytes_used, budget, self.paused):
-            self.store.drop_below(acked + 1)
+        if should_pause(self.store.bytes_used, budget, self.paused):
+            self.link.drop_acked()
         paused = should_pause(self.store.bytes_used, budget, self.paused)
         if paused != self.paused:
             log.warning("disk budget: %s at %.3f of %.3f GB", "paused" if paused else "going on", self.store.bytes_used / 1e9, budget / 1e9)

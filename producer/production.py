@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from common.contract import ExtractionContract
 from common.errors import CaptureError
+from common.service import Stop
 from producer import generate, prompts as prompt_files
 from producer.config import Mode, Serve
 from producer.prompts import Prompt
@@ -41,7 +41,7 @@ class Production:
     settings: Serve
     store: SampleStore
     progress: Progress
-    stop: Callable[[], bool]
+    stop: Stop
 
     def __post_init__(self) -> None:
         self.counters: Counter[str] = Counter()
@@ -69,7 +69,7 @@ class Production:
         chosen = [self._prompt(item) for item in items]
         kept, jobs = [], []
         for item, prompt, (ids, mask) in zip(items, chosen, self._texts(items, chosen)):
-            if self.stop():
+            if self.stop:
                 raise Stopped
             if len(ids) > self.settings.max_tokens:
                 self.counters["too_long"] += 1
@@ -112,7 +112,7 @@ class Production:
         return [(q + a, [False] * len(q) + [True] * len(a)) for q, a in zip(asked, answers)]
 
     def _check_stop(self) -> None:
-        if self.stop():
+        if self.stop:
             raise Stopped
 
     def close(self) -> None:

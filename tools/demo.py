@@ -40,9 +40,9 @@ def start(command: str, *words: str, log: Path) -> subprocess.Popen:
     return subprocess.Popen([BIN / command, *words], stdout=log.open("ab"), stderr=subprocess.STDOUT, env=environment)
 
 
-def last_status(folder: Path) -> dict:
+def last_status(path: Path) -> dict:
     try:
-        return json.loads((folder / "status.json").read_text())
+        return json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
         return {}
 
@@ -56,15 +56,15 @@ def screen(producer: dict, trainer: dict, seconds: float) -> Table:
     return table
 
 
-def watch(daemons: dict[str, subprocess.Popen], folders: dict[str, Path], console: Console) -> None:
+def watch(daemons: dict[str, subprocess.Popen], views: dict[str, Path], console: Console) -> None:
     """Until the trainer has ended.  On a terminal one live table; elsewhere a line whenever something has moved."""
     began, said = time.monotonic(), ""
     with Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else _Quiet() as live:
         while daemons["hstrain"].poll() is None:
             if daemons["hsprod"].poll() is not None:
                 daemons["hstrain"].terminate()
-                break
-            producer, trainer = (last_status(folders[name]) for name in ("hsprod", "hstrain"))
+                return
+            producer, trainer = (last_status(views[name]) for name in ("hsprod", "hstrain"))
             seconds = time.monotonic() - began
             live.update(screen(producer, trainer, seconds))
             line = f"producer: {producer.get('doing', 'starting')} | trainer: {trainer.get('doing', 'starting')} | {trainer.get('acceptance', '')}"
@@ -108,15 +108,15 @@ def main() -> int:
         console.print(f"$ {name} {' '.join(words)}", style="dim", soft_wrap=True, highlight=False)
     daemons = {name: start(name, *words, log=out / f"{name}.log") for name, words in commands.items()}
     try:
-        watch(daemons, folders, console)
-        code = daemons["hstrain"].wait()
+        watch(daemons, {"hsprod": folders["hsprod"] / "status.json", "hstrain": folders["hstrain"] / "status" / "run.json"}, console)
+        code = daemons["hstrain"].wait() or (daemons["hsprod"].poll() is not None)
     finally:
         for daemon in daemons.values():
             daemon.terminate()
         for daemon in daemons.values():
             daemon.wait(timeout=30)
     if code:
-        console.print(f"the trainer ended with exit code {code}; the logs are in {out}/", style="red")
+        console.print(f"a daemon has failed; the logs are in {out}/", style="red")
         for name in daemons:
             console.print(f"--- {name}.log\n" + "".join((out / f"{name}.log").read_text().splitlines(keepends=True)[-15:]), markup=False)
         return 1

@@ -16,9 +16,8 @@ from common.capture import Capture
 from common.drafter import geometry
 from common.drafter.config import DrafterConfig
 from common.errors import CaptureError
-from protocol import codec
 if TYPE_CHECKING:
-    from protocol.store import SampleStore
+    from trainer.inbox import Inbox
 
 PROBE_MARGIN = 2 ** -6   # relative: two heads in different precision may swap tokens whose logits differ by less
 
@@ -88,23 +87,25 @@ def check_probes(capture: Capture, head: Tensor) -> None:
 
 
 class Samples:
-    """Decoded captures of a store, the last `keep_bytes` of them in memory; index 0 is the store's first sample."""
+    """Decoded captures of this box's store, the last `keep_bytes` of them in memory; index 0 is the store's first sample."""
 
-    def __init__(self, store: SampleStore, head: Tensor, *, contract: str, mask_token_id: int, keep_bytes: int = 2 << 30) -> None:
-        self._store, self._head, self._contract, self._mask = store, head, contract, mask_token_id
+    def __init__(self, inbox: Inbox, head: Tensor, *, contract: str, mask_token_id: int, keep_bytes: int = 2 << 30) -> None:
+        """inbox: whoever has `store`, the SampleStore in use (a follower that takes over opens another)."""
+        self._inbox, self._head, self._contract, self._mask = inbox, head, contract, mask_token_id
         self._kept: OrderedDict[int, Capture] = OrderedDict()
         self._held, self._keep = 0, keep_bytes
         self._checked: set[int] = set()
 
     def __len__(self) -> int:
-        return self._store.next - self._store.first
+        return self._inbox.store.next - self._inbox.store.first
 
     def __getitem__(self, index: int) -> Capture:
         if index in self._kept:
             self._kept.move_to_end(index)
             return self._kept[index]
-        seq = self._store.first + index
-        sample = codec.decode(self._store.read(seq))
+        store = self._inbox.store
+        seq = store.first + index
+        sample = store.sample(seq)
         if sample.contract != self._contract:
             raise CaptureError(f"sample {seq} was captured under another contract ({sample.contract[:12]})")
         if index not in self._checked:

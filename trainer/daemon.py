@@ -1,32 +1,134 @@
-"""`hstrain run`: joins settings, inbox, link, run and evaluations; the training loop itself is `Loop.run`.
-
-This thread trains; the link's thread receives and stores.  A trainer that gets ahead of the stream waits and says so."""
+"""`hstrain run`: joins settings, inbox, run, evaluations and the training loop (loop.py)."""
 from __future__ import annotations
 
+import json
 import logging
 import math
-import queue
-import time
-from dataclasses import dataclass
+import re
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from common import service
+from common.capture import from_bf16
 from common.contract import ExtractionContract
 from common.drafter.config import DrafterConfig, shape_for
 from common.drafter.model import init_scales
 from common.errors import UserError
 from common.status import Board
 from common.version import versions
+from protocol.events import LinkDown, LinkUp, ReportArrived
 from trainer import arms, config, objectives
-from trainer.batch import Samples, bf16, load_weights, make_batch
+from trainer.arms import Arm
+from trainer.batch import Samples
 from trainer.evals import Evals
 from trainer.inbox import Inbox
-from trainer.optim import lr_at
-from trainer.order import visit
+from trainer.loop import Loop, Plan
 from trainer.run import Run
-from trainer.step import train_step
 
 log = logging.getLogger("hstrain")
-FIT_SAMPLES = 4              # first samples that a fresh drafter's scales are fitted to
+FIT_SAMPLES = 4              # first samples that a fresh drafter's scales, and --tokens, are fitted to
+
+
+def run(settings: config.Run, stop: service.Stop) -> None:
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    arm, device = arms.named(settings.arm), _device(settings.device)
+    folder = settings.run_dir or settings.state_dir / "runs" / f"{arm.name}-s{settings.seed}"
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}", folder.name):
+        raise UserError(f"--run-dir {folder}: its last part names the run on the wire; use up to 32 letters, digits and . _ : -")
+    service.notify(READY="1", STATUS="waiting for the producer")
+    with Inbox(settings, folder.name) as inbox:
+        ready = inbox.wait(stop)
+        if ready is None:
+            return
+        contract, assets = ready
+        embedding, head = (weights.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16) for weights in load_weights(assets))
+        samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id)
+        if not wait_for_samples(FIT_SAMPLES, samples, inbox, stop):
+            return
+        shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples)
+        made = Run(folder, identity(settings, arm, contract, shape, plan), shape, seed=settings.seed, device=device)
+        if not made.resumed:
+            fit(made, samples)
+        log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun", made.step, plan.steps)
+        evals = Evals(made, inbox)
+        Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, tick=lambda: tick(inbox, evals),
+             ended=inbox.complete, stop=stop, board=Board(settings.state_dir / "status" / f"{folder.name}.json")).go()
+    log.info("stopped" if stop else "done")
+
+
+def tick(inbox: Inbox, evals: Evals) -> str:
+    """The link's news, passed on; a line about the stream."""
+    for item in inbox.news():
+        match item:
+            case LinkUp():
+                evals.offer()
+            case LinkDown():
+                evals.link_lost()
+            case ReportArrived():
+                evals.arrived(item.step, item.result, item.error)
+    return inbox.line()
+
+
+def wait_for_samples(count: int, samples: Samples, inbox: Inbox, stop: service.Stop) -> bool:
+    """Until the store holds so many, or all there will be; False where the daemon is to stop first."""
+    while not stop:
+        inbox.news()
+        if len(samples) >= count or (len(samples) and inbox.complete()):
+            return True
+        service.notify(STATUS=f"waiting for samples: {inbox.line()}", WATCHDOG="1")
+        stop.wait(0.2)
+    return False
+
+
+def load_weights(assets: dict[str, Path]) -> tuple[Tensor, Tensor]:
+    """embedding, head (V, H) as the target has them; the same tensor where no lm_head is offered (tied)."""
+    embedding = load_file(assets["embedding"])["weight"]
+    return embedding, load_file(assets["lm_head"])["weight"] if "lm_head" in assets else embedding
+
+
+def shape_of(settings: config.Run, arm: Arm, contract: ExtractionContract) -> DrafterConfig:
+    given = {"num_hidden_layers": settings.layers, "block_size": settings.block_size, "sliding_window": settings.window}
+    return shape_for(contract.hidden_size, contract.vocab_size, contract.n_layers, contract.taps, contract.mask_token_id, arm.attention,
+                     **{name: value for name, value in given.items() if value is not None})
+
+
+def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples) -> Plan:
+    recipe = config.recipe_for(contract.hidden_size)
+    def chosen(name: str):
+        given = getattr(settings, name)
+        return getattr(recipe, name) if given is None else given
+    steps = chosen("steps")
+    if settings.tokens is not None:
+        lengths = [min(samples[i].tokens, chosen("max_tokens")) for i in range(min(FIT_SAMPLES, len(samples)))]
+        steps = math.ceil(settings.tokens / (chosen("sequences") * sum(lengths) / len(lengths)))
+    return Plan(steps=steps, sequences=chosen("sequences"), anchors=chosen("anchors"), max_tokens=chosen("max_tokens"), lr=chosen("lr"),
+                replay=settings.replay, eval_every=settings.eval_every)
+
+
+def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape: DrafterConfig, plan: Plan) -> dict:
+    """What a run is: resuming under any other is refused by field.  Goes into every checkpoint's record."""
+    made = versions("torch") | {"arm": arm.to_dict(), "seed": settings.seed, "contract": contract.hash, "target": contract.target,
+                                "drafter": shape.to_json(), "plan": vars(plan), "denominator": objectives.DENOMINATOR}
+    return json.loads(json.dumps(made))                      # as it will be read back: tuples are lists
+
+
+def fit(run: Run, samples: Samples) -> None:
+    """Scales of a fresh drafter from the first samples: each tap's RMS, and the final state's by channel."""
+    first = [samples[i] for i in range(min(FIT_SAMPLES, len(samples)))]
+    tokens = sum(c.tokens for c in first)
+    taps = sum((torch.from_numpy(from_bf16(c.taps)).double().square().sum((1, 2)) for c in first)) / (tokens * run.config.hidden_size)
+    final = sum((torch.from_numpy(from_bf16(c.final)).double().square().sum(0) for c in first)) / tokens
+    device = run.drafter.fc.weight.device
+    init_scales(run.drafter, taps.sqrt().float().to(device), final.sqrt().float().to(device))
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        raise UserError(f"--device {name}: this torch sees no GPU")
+    return torch.device(name)

@@ -10,16 +10,17 @@ from pathlib import Path
 
 from common import metrics
 from common.drafter import checkpoint
+from trainer.inbox import Inbox
 from trainer.run import Run
 
 log = logging.getLogger("evals")
 
 
 class Evals:
-    """offer(folder, step) hands a checkpoint to the link; it is called again after each reconnection."""
+    """`offer` hands the newest checkpoint to the producer; it is called again after each reconnection."""
 
-    def __init__(self, run: Run, link) -> None:
-        self._run, self._link = run, link
+    def __init__(self, run: Run, inbox: Inbox) -> None:
+        self._run, self._inbox = run, inbox
         self._offered: str | None = None
         self.skipped = 0
         self.last: dict | None = next(iter(metrics.read(run.folder / "metrics.jsonl", "eval")[::-1]), None)
@@ -34,12 +35,12 @@ class Evals:
 
     def offer(self) -> None:
         folder = self.waiting
-        if folder is None or self._offered == folder.name or not self._link.up:
+        if folder is None or self._offered == folder.name or not self._inbox.up:
             return
         if self._offered is not None:
             self.skipped += 1
         record = json.loads((folder / "record.json").read_text())
-        self._link.offer(folder, run=self._run.folder.name, step=step_of(folder), record=record)
+        self._inbox.offer(folder, step=step_of(folder), record=record)
         self._offered = folder.name
 
     def link_lost(self) -> None:

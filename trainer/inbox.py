@@ -1,35 +1,158 @@
-"""This box's store, and who fills it.
+"""What this box has received: its store, the link that fills it, the target's assets.
 
-The store belongs to the box, not to a run: one process receives (it holds the store's lock), every other run on this
-box follows the files it writes and takes over when it ends.  Bytes are stored as they came; a sample is acknowledged
-once it is durable."""
+The store belongs to the box, not to a run.  One process receives (it holds the store's lock); every other run here follows
+the files it writes, has a link of its own for evaluations only, and takes over when the receiver ends.  Bytes are stored
+as they came, and acknowledged once they are durable."""
 from __future__ import annotations
 
+import json
 import logging
+import queue
+import time
 from pathlib import Path
 
-from common.contract import ExtractionContract, differences
-from common.errors import PeerError, UserError
+from common import service
+from common.contract import ExtractionContract
+from common.errors import UserError
+from common.files import write_whole
 from protocol import codec
+from protocol.events import Cursor, LinkDown, LinkUp, Refused, ReportArrived, Welcome
+from protocol.keys import TrainerKeys
 from protocol.store import SampleStore, StoreLocked
+from protocol.trainer_link import TrainerLink
+from trainer.config import Run as Settings
 
 log = logging.getLogger("inbox")
+CLAIM_EVERY_S = 5.0          # a follower looks this often whether the receiver has ended
+REFRESH_EVERY_S = 1.0
 
 
 class Inbox:
-    """contract: None until the first Welcome of an empty box.  receiving: this process holds the lock."""
+    """store: the box's samples, of no stream yet on a box that never received.  receiving: this process fills it."""
 
-    def __init__(self, folder: Path, *, budget: int) -> None:
-        """budget: bytes on disk; at it, receiving pauses."""
-        self._folder, self._budget = folder, budget
-        self.store: SampleStore | None = None
-        self.open()
-
-    def open(self) -> None:
-        """Take the lock, or follow; also called now and then by a follower."""
+    def __init__(self, settings: Settings, run_name: str) -> None:
+        self._settings, self._run_name = settings, run_name
+        self._folder, self._assets = settings.state_dir / "store", settings.state_dir / "assets"
+        self._assets.mkdir(parents=True, exist_ok=True)
+        self._keys = TrainerKeys(settings.keys) if settings.keys else None
+        self._looked = self._refreshed = 0.0
         try:
-            self.store, self.receiving = SampleStore(self._folder), True
+            self._connect(SampleStore(self._folder))
         except StoreLocked as error:
-            if self.store is None:
-                log.info("%s: following its files", error)
-            self.store, self.receiving = SampleStore(self._folder, readonly=True), False
+            log.info("%s; following its files", error)
+            self._connect(SampleStore(self._folder, readonly=True))
+
+    def _connect(self, store: SampleStore) -> None:
+        """A link to match: one that takes samples where the store may be written."""
+        self.store, self.receiving = store, not store.readonly
+        name = self._settings.name if self.receiving else f"{self._settings.name}.{self._run_name}"
+        self.link = TrainerLink(self._settings.producer, name, cursor=self._cursor, assets_dir=self._assets, on_welcome=self._welcomed,
+                                on_sample=self._sample if self.receiving else None, window=self._settings.credit * 1_000_000,
+                                keys=self._keys)
+        self.link.start()
+
+    def close(self) -> None:
+        self.link.close()
+        self.store.close()
+
+    def __enter__(self) -> Inbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # ---- called on the link's thread
+
+    def _cursor(self) -> Cursor:
+        if not self.store.stream:
+            return Cursor(None, 0, None)
+        return Cursor(self.store.stream, self.store.next, ExtractionContract.from_dict(self.store.contract))
+
+    def _welcomed(self, welcome: Welcome, contract: ExtractionContract) -> None:
+        if self.receiving and not self.store.stream:
+            if welcome.first_seq:
+                log.warning("samples 0 to %d are no longer on the producer; this store begins at %d", welcome.first_seq - 1, welcome.first_seq)
+            self.store.begin(welcome.stream, welcome.contract, welcome.first_seq)
+        write_whole(self._names(contract.hash), json.dumps({a.name: a.sha256 for a in welcome.assets}).encode())
+
+    def _sample(self, seq: int, data: bytes) -> None:
+        """Durable on return.  Checked whole first, so that a sample that was damaged on its way comes again instead of lying here."""
+        codec.verify(data)
+        self.store.append(seq, data)
+
+    # ---- called on the main thread
+
+    def wait(self, stop: service.Stop) -> tuple[ExtractionContract, dict[str, Path]] | None:
+        """The contract and the assets' files; from this box alone where it has them, else once the producer has sent them.
+
+        None where the daemon is to stop first.  Raises UserError for a producer that refuses or differs.
+        """
+        while not stop:
+            if self.store.stream and (assets := self.local_assets(self.store.contract_hash)):
+                return ExtractionContract.from_dict(self.store.contract), assets
+            self.news()
+            self.link.wait_ready(0.2)
+        return None
+
+    def local_assets(self, contract_hash: str) -> dict[str, Path] | None:
+        """{name: file} as the last Welcome named them; None until all are here."""
+        names = self._names(contract_hash)
+        if not names.exists():
+            return None
+        found = {name: self._assets / sha256 for name, sha256 in json.loads(names.read_text()).items()}
+        return found if all(path.exists() for path in found.values()) else None
+
+    def _names(self, contract_hash: str) -> Path:
+        return self._assets / f"{contract_hash}.json"
+
+    def news(self) -> list[LinkUp | LinkDown | ReportArrived]:
+        """What the link has to say since the last call; also the box's own housekeeping.  Raises UserError, or a link's fault."""
+        self.link.raise_if_failed()
+        now, found = time.monotonic(), []
+        while True:
+            try:
+                item = self.link.inbox.get_nowait()
+            except queue.Empty:
+                break
+            if isinstance(item, Refused):
+                raise UserError(f"{self._settings.producer}: {item.reason}{': ' if item.fields else ''}{'; '.join(item.fields)}. "
+                                "Use another --state-dir for another stream, or start the producer as it was")
+            found.append(item)
+        if self.receiving:
+            self.link.pause(self.store.bytes_used >= self._settings.disk_budget * 1e9)
+            return found
+        if now - self._refreshed > REFRESH_EVERY_S:
+            self._refreshed = now
+            self.store.refresh()
+        if now - self._looked > CLAIM_EVERY_S:
+            self._looked = now
+            found += self._take_over()
+        return found
+
+    def _take_over(self) -> list[LinkDown]:
+        """Become the receiver if there is none any more."""
+        try:
+            store = SampleStore(self._folder)
+        except StoreLocked:
+            return []
+        self.link.close()
+        log.info("the receiving process has ended: receiving for this box from here on")
+        self._connect(store)
+        return [LinkDown("took over as receiver")]
+
+    def complete(self) -> bool:
+        """The producer has no more prompts and the store has all its samples."""
+        link = self.link.snapshot()
+        return bool(link.get("complete") and self.store.stream and self.store.next >= link["producer_next"])
+
+    def line(self) -> str:
+        link, store = self.link.snapshot(), self.store
+        return f"{link['state']}; {store.next - store.first:,} samples, {store.bytes_used / 1e6:.1f} MB" + (f", {link['lag']} behind" if link.get("lag") else "")
+
+    @property
+    def up(self) -> bool:
+        return self.link.up
+
+    def offer(self, folder: Path, *, step: int, record: dict) -> None:
+        self.link.offer(folder, run=self._run_name, step=step, record=record)
+
