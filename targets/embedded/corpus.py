@@ -5,7 +5,7 @@ the question. So an answer here follows from its prompt, and the target's text i
 what a drafter needs. All text is our own; nothing is downloaded. The templates are data; the machinery is at the end.
 
 A `$slot` is filled with a word of the list that it names: `$noun`, a second one `$noun2`, in other forms `$nouns`,
-`$Noun`, `$nouns2`, `$verbed`. Three things are kept from training, so that "held out" means something:
+`$Noun`, `$nouns2`, `$verbed`. Some training draws use made-up words, which teach copying. Three things are kept from training, so that "held out" means something:
   words   every tenth word of each list,
   draws   a (shape, words, numbers) combination whose hash falls into one tenth, in every phrasing,
   shapes  the two task shapes in HELD_SHAPES.
@@ -56,7 +56,7 @@ WORDS = {name: text.split() for name, text in {
 }.items()}
 LISTED = {word.lower() for words in WORDS.values() for word in words}
 
-# How an answer may begin, and for functions and queries how the wish may be put.
+# How an answer may begin (chance decides), and how a wish may be put where a kind has one grammar for all its shapes.
 OPENINGS = {
     "code-function": ("", "Here is the function:\n\n", "Sure, this function does it:\n\n"),
     "code-class": ("", "Here is the class:\n\n"), "code-test": ("", "These tests cover it:\n\n"),
@@ -351,6 +351,7 @@ def held_words(name: str) -> list[str]:
     return WORDS[name][9::10]
 
 
+# list name, ending, number: ${nouns2} is ("noun", "s", "2"); the name is the shortest that fits, so an ending is never part of it
 SLOT = re.compile(r"\$\{?([A-Za-z]+?)(s|ed)?(\d?)(?![A-Za-z0-9])\}?")
 
 
@@ -372,6 +373,7 @@ def invented(rng: random.Random, like: str) -> str:
 def draw(rng: random.Random, task: Task, rare: float = 0.0, invent: float = 0.0) -> Draw:
     """Fill one task; each word is a held-out one with probability `rare` and a made-up one with probability `invent`."""
     fill, words, used = {}, {}, []
+    # each slot gets a word of its own, in every form that a template may ask for
     for name, number in slots(" ".join(task.asks) + task.answer):
         rest = [w for w in WORDS[name] if w not in words.values()]
         rare_ones = [w for w in rest if w in held_words(name)]
@@ -393,7 +395,7 @@ def draw(rng: random.Random, task: Task, rare: float = 0.0, invent: float = 0.0)
 
 
 def any_of(kinds_tasks: dict[str, list[Task]], rng: random.Random, wanted: Callable[[Draw], bool], rare: float = 0.0, invent: float = 0.0) -> Draw:
-    """A draw that is wanted: kinds are equally likely by the square root of their number of shapes."""
+    """Draw until one is wanted. A kind's chance grows with the square root of its number of shapes: functions do not crowd out letters."""
     weights = [len(tasks) ** 0.5 for tasks in kinds_tasks.values()]
     while True:
         tasks, = rng.choices(list(kinds_tasks.values()), weights)

@@ -20,7 +20,12 @@ def words_in(draw: corpus.Draw) -> set[str]:
 @pytest.fixture(scope="module")
 def training() -> list[corpus.Draw]:
     rng = random.Random(3)
-    return [corpus.training_draw(rng) for _ in range(1500)]
+    return [corpus.training_draw(rng) for _ in range(1000)]
+
+
+@pytest.fixture(scope="module")
+def made() -> list[corpus.Draw]:
+    return corpus.shipped(random.Random(2024))
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +39,11 @@ def test_same_seed_same_text():
     assert first == second
 
 
-def test_the_shipped_prompts_are_the_ones_the_corpus_makes():
-    made = corpus.shipped(random.Random(2024))
+def test_the_shipped_prompts_are_the_ones_the_corpus_makes(made):
     assert [{"prompt": d.prompt, "kind": d.kind} for d in made] == SHIPPED
 
 
-def test_shipped_prompts_are_distinct_and_never_trained_on(training):
-    made = corpus.shipped(random.Random(2024))
+def test_shipped_prompts_are_distinct_and_never_trained_on(training, made):
     assert len({d.prompt for d in made}) == len(made) == 640
     assert all(d.held or d.held_words for d in made)       # a training draw is neither
     assert {d.prompt for d in made}.isdisjoint(d.prompt for d in training)
