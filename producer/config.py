@@ -2,17 +2,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
+from typing import Literal
 
 from common.settings import argument, option, state_home
 
 ADDRESS = "tcp://127.0.0.1:5757"
 
 
-class Mode(str, Enum):
-    generate = "generate"
-    prefill = "prefill"
+Mode = Literal["generate", "prefill"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +19,7 @@ class Serve:
     target: str = option("Qwen/Qwen3.6-35B-A3B", "The target: a folder, a hub id in the local cache, 'embedded' or 'smollm2'.")
     bind: str = option(ADDRESS, "Address to listen on for trainers. Off loopback it needs keys, or --insecure.")
     prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages', an 'answer' if --mode prefill. Default: the shipped prompts.")
-    mode: Mode = option(Mode.generate, "Let the target answer the prompts, or run it over the given answers (prefill).")
+    mode: Mode = option("generate", "Let the target answer the prompts, or run it over the given answers (prefill).")
     passes: int = option(1, "How often to go through the prompts; more than one makes sense at a temperature above 0.", min=1)
     temperature: float = option(0.0, "Sampling temperature of the answers; 0 is greedy.", min=0.0)
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.", min=0)

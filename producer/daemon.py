@@ -19,7 +19,7 @@ from common.drafter import checkpoint
 from common.errors import CorruptError, UserError
 from common.status import Board
 from producer import assets, evaluate, prompts as prompt_files
-from producer.config import Mode, Serve
+from producer.config import Serve
 from producer.production import Production, Stopped
 from producer.schedule import Progress
 from producer.speculate import Limit
@@ -62,7 +62,7 @@ def serve(settings: Serve, stop: service.Stop) -> None:
 def read_prompts(settings: Serve) -> prompt_files.Split:
     path = settings.prompts or SHIPPED
     split = prompt_files.split(prompt_files.read(path), settings.held_out, SALT)
-    if settings.mode is Mode.prefill and (bare := [p for p in split.train if p.answer is None]):
+    if settings.mode == "prefill" and (bare := [p for p in split.train if p.answer is None]):
         raise UserError(f"{path}: {len(bare)} prompts have no answer, which --mode prefill needs; use --mode generate")
     log.info("%d prompts, %d held out, %d duplicates left out", len(split.train), len(split.held_out), split.duplicates)
     return split

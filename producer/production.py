@@ -15,7 +15,7 @@ from common.contract import ExtractionContract
 from common.errors import CaptureError
 from common.service import Stop
 from producer import generate, prompts as prompt_files
-from producer.config import Mode, Serve
+from producer.config import Serve
 from producer.prompts import Prompt
 from producer.sampling import Sampling
 from producer.schedule import Progress, order
@@ -101,7 +101,7 @@ class Production:
     def _texts(self, items: range, chosen: list[Prompt]) -> list[tuple[list[int], list[bool]]]:
         """ids and loss mask of each, in order."""
         tokenizer, thinking = self.target.tokenizer, self.contract.thinking
-        if self.settings.mode is Mode.prefill:
+        if self.settings.mode == "prefill":
             return [prompt_files.render_conversation(tokenizer, [*p.messages, {"role": "assistant", "content": p.answer}], thinking,
                                                      self.target.eos_ids) for p in chosen]
         asked = [prompt_files.render(tokenizer, prompt, thinking) for prompt in chosen]

@@ -4,10 +4,14 @@ from __future__ import annotations
 import platform
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from common.settings import argument, option, state_home
 
 ADDRESS = "tcp://127.0.0.1:5757"
+
+
+Kind = Literal["adamw", "muon"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,8 @@ class Run:
     anchors: int | None = option(None, "Anchors (blocks) drawn from one sequence at most. Default: by the target's size.", min=1, show_default=False)
     max_tokens: int | None = option(None, "Longest sequence in tokens; what is longer is cut there and counted. Default: by the target's size.",
                                     min=16, show_default=False)
+    optimizer: Kind | None = option(None, "adamw, as in the DFlash paper, or muon (torch's, on matrices). Default: by the target's size.",
+                                             show_default=False)
     lr: float | None = option(None, "Peak learning rate. Default: by the target's size.", show_default=False)
     layers: int | None = option(None, "Decoder layers of the drafter. Default: by the target's size.", min=1, show_default=False)
     block_size: int | None = option(None, "Positions per block, the known token included. Default: by the target's size.", min=2, show_default=False)
@@ -60,12 +66,13 @@ class Recipe:
     sequences: int
     anchors: int
     max_tokens: int
+    optimizer: Kind
     lr: float
 
 
 def recipe_for(hidden_size: int) -> Recipe:
-    """From 1024 wide: the DFlash paper's (AdamW 6e-4, 512 anchors, 3072 tokens).  Below: many small steps, which leave
-    the early plateau sooner (LOG.md)."""
+    """From 1024 wide: the DFlash paper's (AdamW 6e-4, 512 anchors, 3072 tokens).  Below: Muon and many small steps, which
+    leave the early plateau sooner (LOG.md)."""
     if hidden_size >= 1024:
-        return Recipe(steps=20_000, sequences=2, anchors=512, max_tokens=3072, lr=6e-4)
-    return Recipe(steps=2_000, sequences=8, anchors=24, max_tokens=1024, lr=3e-3)
+        return Recipe(steps=20_000, sequences=2, anchors=512, max_tokens=3072, optimizer="adamw", lr=6e-4)
+    return Recipe(steps=2_000, sequences=8, anchors=24, max_tokens=1024, optimizer="muon", lr=0.02)

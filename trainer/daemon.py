@@ -50,7 +50,8 @@ def run(settings: config.Run, stop: service.Stop) -> None:
         if not wait_for_samples(FIT_SAMPLES, samples, inbox, stop):
             return
         shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples)
-        made = Run(folder, identity(settings, arm, contract, shape, plan), shape, seed=settings.seed, device=device)
+        made = Run(folder, identity(settings, arm, contract, shape, plan), shape, seed=settings.seed,
+                   optimizer=plan.optimizer, lr=plan.lr, device=device)
         if not made.resumed:
             fit(made, samples)
         log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun", made.step, plan.steps)
@@ -105,8 +106,8 @@ def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples
     if settings.tokens is not None:
         lengths = [min(samples[i].tokens, chosen("max_tokens")) for i in range(min(FIT_SAMPLES, len(samples)))]
         steps = math.ceil(settings.tokens / (chosen("sequences") * sum(lengths) / len(lengths)))
-    return Plan(steps=steps, sequences=chosen("sequences"), anchors=chosen("anchors"), max_tokens=chosen("max_tokens"), lr=chosen("lr"),
-                replay=settings.replay, eval_every=settings.eval_every)
+    return Plan(steps=steps, sequences=chosen("sequences"), anchors=chosen("anchors"), max_tokens=chosen("max_tokens"),
+                optimizer=chosen("optimizer"), lr=chosen("lr"), replay=settings.replay, eval_every=settings.eval_every)
 
 
 def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape: DrafterConfig, plan: Plan) -> dict:

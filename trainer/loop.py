@@ -15,7 +15,8 @@ from common.status import Board
 from trainer.arms import Arm
 from trainer.batch import Samples, make_batch
 from trainer.evals import Evals
-from trainer.optim import lr_at
+from trainer.config import Kind
+from trainer.optim import share_at
 from trainer.order import visit
 from trainer.run import Run
 from trainer.step import train_step
@@ -33,6 +34,7 @@ class Plan:
     sequences: int
     anchors: int
     max_tokens: int
+    optimizer: Kind
     lr: float
     replay: int
     eval_every: int
@@ -96,8 +98,8 @@ class Loop:
     def _step(self, wanted: list[int]) -> None:
         batch = make_batch([self.samples[i] for i in wanted], self.run.config, anchors=self.plan.anchors,
                            max_tokens=self.plan.max_tokens, generator=self.run.generator()).to(self.embedding.device)
-        lr = lr_at(self.run.step, self.plan.steps, self.plan.lr)
-        self.numbers = train_step(self.run.drafter, self.run.optimizer, self.embedding, self.head, batch, self.arm, lr)
+        share = share_at(self.run.step, self.plan.steps)
+        self.numbers = train_step(self.run.drafter, self.run.optimizer, self.embedding, self.head, batch, self.arm, share)
         self.run.step += 1
         self.run.tokens += batch.tokens
         self.cut += batch.cut

@@ -30,13 +30,14 @@ from trainer import optim
 class Run:
     """drafter (fp32, on device), optimizer, step (done so far), tokens (trained on so far, re-reads included)."""
 
-    def __init__(self, folder: Path, identity: dict, config: DrafterConfig, *, seed: int, device: torch.device) -> None:
+    def __init__(self, folder: Path, identity: dict, config: DrafterConfig, *, seed: int, optimizer: optim.Kind, lr: float,
+                 device: torch.device) -> None:
         """identity: what makes this run this run; compared field by field with an existing folder (UserError)."""
         self.folder, self.identity, self.config, self.seed = folder, identity, config, seed
         folder.mkdir(parents=True, exist_ok=True)
         _claim(folder, identity)
         self.drafter = Drafter(config, generator=torch.Generator().manual_seed(seed)).to(device)
-        self.optimizer = optim.adamw(self.drafter, lr=0.0)
+        self.optimizer = optim.Optimizer(self.drafter, optimizer, lr)
         self.step = self.tokens = 0
         self.closed: int | None = _read(folder / "closed.json").get("samples")
         self.resumed = self._load()

@@ -8,7 +8,7 @@ from common.drafter.model import Drafter
 from trainer import objectives
 from trainer.arms import Arm
 from trainer.batch import Batch
-from trainer.optim import CLIP
+from trainer.optim import CLIP, Optimizer
 
 
 def loss_and_hits(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm) -> tuple[Tensor, Tensor, Tensor]:
@@ -26,11 +26,10 @@ def loss_and_hits(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batc
     return loss, logits.detach().argmax(-1) == labels, slots
 
 
-def train_step(drafter: Drafter, optimizer: torch.optim.Optimizer, embedding: Tensor, head: Tensor, batch: Batch,
-               arm: Arm, lr: float) -> dict[str, float]:
-    """Returns loss, accuracy (share of supervised slots right), first (the same for slot 1), grad_norm, lr, slots (count)."""
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+def train_step(drafter: Drafter, optimizer: Optimizer, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm,
+               share: float) -> dict[str, float]:
+    """share of the peak learning rate.  Returns loss, accuracy (of supervised slots), first (the same of slot 1), grad_norm,
+    lr_share, slots (count)."""
     device = drafter.fc.weight.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
         loss, hits, slots = loss_and_hits(drafter, embedding, head, batch, arm)
@@ -38,8 +37,7 @@ def train_step(drafter: Drafter, optimizer: torch.optim.Optimizer, embedding: Te
     norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), CLIP)
     if not torch.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm.item()} (loss {loss.item()})")
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.step(share)
     first = hits[slots == 1]
     return {"loss": loss.item(), "accuracy": hits.float().mean().item() if len(hits) else 0.0,
-            "first": first.float().mean().item() if len(first) else 0.0, "grad_norm": norm.item(), "lr": lr, "slots": len(hits)}
+            "first": first.float().mean().item() if len(first) else 0.0, "grad_norm": norm.item(), "lr_share": share, "slots": len(hits)}

@@ -54,8 +54,9 @@ class Silent:
 
 def loop(folder, *, steps: int, samples: list[Capture], arm: str = "ce_causal", seed: int = 0, **over) -> Loop:
     rng = torch.Generator().manual_seed(7)
-    plan = Plan(**dict(steps=steps, sequences=2, anchors=4, max_tokens=64, lr=3e-3, replay=1, eval_every=5) | over.pop("plan", {}))
-    run = Run(folder, {"arm": ARMS[arm].to_dict(), "seed": seed, "contract": "c"}, config(ARMS[arm].attention), seed=seed, device=torch.device("cpu"))
+    plan = Plan(**dict(steps=steps, sequences=2, anchors=4, max_tokens=64, optimizer="adamw", lr=3e-3, replay=1, eval_every=5) | over.pop("plan", {}))
+    run = Run(folder, {"arm": ARMS[arm].to_dict(), "seed": seed, "contract": "c"}, config(ARMS[arm].attention), seed=seed,
+              optimizer=plan.optimizer, lr=plan.lr, device=torch.device("cpu"))
     return Loop(arm=ARMS[arm], plan=plan, run=run, samples=samples, embedding=torch.randn(VOCAB, HIDDEN, generator=rng),
                 head=torch.randn(VOCAB, HIDDEN, generator=rng), evals=Silent(), tick=over.pop("tick", lambda: ""), ended=lambda: True,
                 stop=over.pop("stop", Silent()), board=Silent())

@@ -6,7 +6,7 @@ import torch
 from trainer import objectives
 from trainer.arms import ARMS, named
 from common.errors import UserError
-from trainer.optim import lr_at
+from trainer.optim import share_at
 
 
 def test_weights_and_loss_equal_the_slow_way():
@@ -36,7 +36,7 @@ def test_no_supervised_row_gives_zero_and_a_gradient_of_zero():
 
 
 def test_learning_rate_warms_up_then_falls_to_a_tenth():
-    rates = [lr_at(s, 100, 1.0) for s in range(100)]
+    rates = [share_at(s, 100) for s in range(100)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and max(rates) == 1.0
     assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.1)
 

@@ -44,17 +44,19 @@ class StopAt:
         return bool(self)
 
 
-@pytest.mark.parametrize("questions", [1, 3, 9, 14])
-def test_stop_and_go_on_equals_never_stopped(tmp_path, questions):
-    expected = whole(tmp_path)
-    first = loop(tmp_path / "run", steps=20, samples=SAMPLES, stop=StopAt(questions))
+@pytest.mark.parametrize("questions", [1, 9, 14])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_stop_and_go_on_equals_never_stopped(tmp_path, questions, optimizer):
+    plan = {"optimizer": optimizer}
+    expected = whole(tmp_path, plan=plan)
+    first = loop(tmp_path / "run", steps=20, samples=SAMPLES, stop=StopAt(questions), plan=plan)
     first.go()
     assert 0 < first.run.step < 20
-    second = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    second = loop(tmp_path / "run", steps=20, samples=SAMPLES, plan=plan)
     assert second.run.resumed and second.run.step == first.run.step
     second.go()
     assert_same(weights(second.run), expected)
-    assert second.run.tokens == loop(tmp_path / "whole", steps=20, samples=SAMPLES).run.tokens
+    assert second.run.tokens == loop(tmp_path / "whole", steps=20, samples=SAMPLES, plan=plan).run.tokens
 
 
 def test_a_kill_between_saves_goes_back_to_the_last_one_and_ends_the_same(tmp_path):
@@ -129,6 +131,19 @@ def test_a_missing_or_foreign_tensor_in_the_state_is_named(tmp_path):
             loop(tmp_path / "run", steps=5, samples=SAMPLES)
 
 
+def test_every_parameter_has_one_optimiser_and_its_own_rate(tmp_path):
+    """Muon for matrices, AdamW for norms; share 0 moves nothing."""
+    made = loop(tmp_path / "run", steps=5, samples=SAMPLES, plan={"optimizer": "muon"})
+    kinds = {name: made.run.optimizer.state_of(p)[1] for name, p in made.run.drafter.named_parameters()}
+    assert {k for name, k in kinds.items() if "norm" in name} == {("step", "exp_avg", "exp_avg_sq")}
+    assert {k for name, k in kinds.items() if "proj" in name or name == "fc.weight"} == {("momentum_buffer",)}
+    before = weights(made.run)
+    for parameter in made.run.drafter.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    made.run.optimizer.step(0.0)
+    assert_same(weights(made.run), before)
+
+
 @pytest.mark.parametrize("field, other", [("arm", {"arm": "ce_bidi"}), ("seed", {"seed": 1})])
 def test_a_folder_of_another_run_is_refused_by_field(tmp_path, field, other):
     loop(tmp_path / "run", steps=5, samples=SAMPLES)
@@ -147,7 +162,7 @@ def test_the_same_seed_gives_the_same_checkpoint_and_another_seed_another(tmp_pa
 
 def test_it_learns(tmp_path):
     """The texts are determined by what the taps show: a drafter that trains at all must get most slots right."""
-    made = loop(tmp_path / "run", steps=300, samples=captures(60), plan={"sequences": 4, "anchors": 12, "lr": 1e-2, "eval_every": 300})
+    made = loop(tmp_path / "run", steps=300, samples=captures(60), plan={"sequences": 4, "anchors": 12, "optimizer": "muon", "lr": 0.02, "eval_every": 300})
     made.go()
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl", "step")
     assert rows[0]["accuracy"] < 0.3 and rows[-1]["accuracy"] > 0.8
