@@ -39,7 +39,8 @@ class TrainerLink:
 
     cursor()                 what this box has; called before each connection
     on_welcome(welcome, contract)   before any sample: a fresh box prepares its store (first sample: max(cursor, first_seq))
-    on_sample(seq, data)     durable when it returns; None for a follower, which takes no samples and has no cursor there
+    on_sample(seq, data)     durable when it returns; None for a follower, which takes no samples, fetches no assets (the process that
+                             fills its store does, into the same assets_dir) and has no cursor there
     Both run on the link's thread.  PeerError from them drops the session, DiskFull and OSError too (tried again later);
     UserError and anything else ends the thread: raise_if_failed().
     """
@@ -245,7 +246,8 @@ class TrainerLink:
             case Welcomed(welcome, contract, _):
                 self._on_welcome(welcome, contract)
                 self.welcome, self.contract = welcome, contract
-                self._fetch_assets(session, welcome)
+                if self._on_sample is not None:                  # a follower finds the receiver's: two writers would spoil one file
+                    self._fetch_assets(session, welcome)
                 self._last_sample = time.monotonic()
                 self._show_session(session)
                 self.inbox.put(LinkUp(welcome, contract))

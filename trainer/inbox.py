@@ -73,7 +73,8 @@ class Inbox:
             if welcome.first_seq:
                 log.warning("samples 0 to %d are no longer on the producer; this store begins at %d", welcome.first_seq - 1, welcome.first_seq)
             self.store.begin(welcome.stream, welcome.contract, welcome.first_seq)
-        write_whole(self._names(contract.hash), json.dumps({a.name: a.sha256 for a in welcome.assets}).encode())
+        if self.receiving:
+            write_whole(self._names(contract.hash), json.dumps({a.name: a.sha256 for a in welcome.assets}).encode())
 
     def _sample(self, seq: int, data: bytes) -> None:
         """Durable on return.  Checked whole first, so that a sample that was damaged on its way comes again instead of lying here."""

@@ -213,11 +213,14 @@ def test_another_contract_is_refused_by_name(serve, address, tmp_path):
 
 def test_a_follower_gets_reports_and_no_samples_and_holds_nothing_back(serve, address, tmp_path):
     store = Store(3)
-    producer, arm = serve(store), Box(address, tmp_path, "box:arm", follower=True, contract=CONTRACT)
+    (tmp_path / "emb").write_bytes(b"weights")
+    producer = serve(store, assets={"embedding": tmp_path / "emb"})
+    arm = Box(address, tmp_path, "box:arm", follower=True, contract=CONTRACT)
     with arm.link as link:
         news(link, LinkUp)
         producer.set_ended(True)
         wait_for(lambda: link.complete, link, producer)
+        assert not link.assets_ready() and not (tmp_path / "box:arm-assets").exists()          # the process that fills the store does that
         assert producer.lowest_acked() is None and producer.snapshot()["peers"]["box:arm"]["follower"] and not arm.samples
 
 
