@@ -1,7 +1,8 @@
 """Real acceptance, asked of the producer: which checkpoint is offered, and what comes back.
 
-The newest checkpoint without a result is the one that waits; an older one that was never measured is skipped and
-counted.  What waits is read off the run's folder, so a restart asks again."""
+One is measured at a time, and keeps its turn until its result is there: were it replaced by each newer one, a producer
+slower than the checkpoints would measure none.  Then comes the newest; those in between are skipped and counted.  What
+waits is read off the run's folder, so a restart asks again."""
 from __future__ import annotations
 
 import json
@@ -17,7 +18,9 @@ log = logging.getLogger("evals")
 
 
 class Evals:
-    """`offer` hands the newest checkpoint to the producer; it is called again after each reconnection."""
+    """`offer` hands the newest checkpoint to the producer unless one is there; it is called again after each reconnection.
+
+    skipped: checkpoints passed over since this start."""
 
     def __init__(self, run: Run, inbox: Inbox) -> None:
         self._run, self._inbox = run, inbox
@@ -35,10 +38,8 @@ class Evals:
 
     def offer(self) -> None:
         folder = self.waiting
-        if folder is None or self._offered == folder.name or not self._inbox.up:
+        if folder is None or self._offered is not None or not self._inbox.up:
             return
-        if self._offered is not None:
-            self.skipped += 1
         record = json.loads((folder / "record.json").read_text())
         self._inbox.offer(folder, step=step_of(folder), record=record)
         self._offered = folder.name
@@ -54,11 +55,14 @@ class Evals:
         record = json.loads((folder / "record.json").read_text())
         if result["checkpoint"] != checkpoint.checkpoint_hash(folder):
             raise RuntimeError(f"the report for {folder.name} is about another checkpoint ({result['checkpoint'][:12]})")
+        before = self.last["step"] if self.last else 0
+        self.skipped += sum(before < step_of(other) < step for other in self._run.checkpoints())
         self.last = {"kind": "eval", "step": step, "tokens": record["tokens"]} | result
         self._run.metrics.write("eval", step, tokens=record["tokens"], **result)
         if self._offered == folder.name:
             self._offered = None
         log.info("step %d: %s", step, self.line())
+        self.offer()
 
     def line(self) -> str:
         if self.last is None:
