@@ -18,5 +18,5 @@ def setup(level: str = "INFO") -> None:
         form = "%(levelname)s %(name)s: %(message)s" if "JOURNAL_STREAM" in os.environ else "%(asctime)s %(levelname)s %(name)s: %(message)s"
     handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)
-    for noisy in ("transformers", "urllib3", "matplotlib"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
+    logging.getLogger("transformers").setLevel(logging.ERROR)   # it warns of torch kernels; the contract records which run
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)

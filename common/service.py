@@ -14,6 +14,10 @@ from common.errors import EXIT_USER, UserError
 log = logging.getLogger("service")
 
 
+class Stopped(Exception):
+    """The daemon is to stop: what is in hand is given up, and made again after the next start."""
+
+
 class Stop:
     """Set by the first SIGINT or SIGTERM; a second one ends the process at once, as uvicorn does."""
 
@@ -28,6 +32,12 @@ class Stop:
 
     def set(self) -> None:
         self._event.set()
+
+    def check(self) -> None:
+        """Between pieces of long work: tells systemd that the loop lives; raises Stopped where it is to end."""
+        notify(WATCHDOG="1")
+        if self:
+            raise Stopped
 
     def on_signals(self) -> None:
         def handle(number: int, _frame: object) -> None:

@@ -13,7 +13,6 @@ from rich.table import Table
 
 from common.errors import UserError
 
-STALE_S = 30.0
 
 
 class Board:
@@ -29,7 +28,7 @@ class Board:
             return
         self._last = now
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values | {"written_at": now, "pid": os.getpid()}, default=str))
+        temporary.write_text(json.dumps(values | {"written_at": now, "pid": os.getpid(), "started": _started(os.getpid())}, default=str))
         temporary.replace(self._path)
 
 
@@ -37,8 +36,16 @@ def read(path: Path) -> dict:
     """What stands in the file, with "state": running or not, by its process and its age."""
     values = json.loads(path.read_text())
     age = time.time() - values["written_at"]
-    running = Path(f"/proc/{values['pid']}").exists() and age < STALE_S
-    return {"state": "running" if running else f"not running, last word {age:.0f} s ago"} | values
+    running = _started(values["pid"]) == values["started"]
+    return {"state": f"{'running' if running else 'not running'}, last word {age:.0f} s ago"} | values
+
+
+def _started(pid: int) -> str:
+    """When that process began (clock ticks after boot), "" where there is none: a number alone may be another's by now."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def show(paths: list[Path], command: str, *, as_json: bool) -> None:
@@ -52,6 +59,12 @@ def show(paths: list[Path], command: str, *, as_json: bool) -> None:
     for values in found:
         table = Table(title=f"{command}: {values.pop('state')}", show_header=False)
         for name, value in values.items():
-            if name not in ("written_at", "pid"):
-                table.add_row(name, "\n".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else str(value))
+            if name not in ("written_at", "pid", "started"):
+                table.add_row(name, _text(value))
         Console(file=sys.stdout).print(table)
+
+
+def _text(value: object, within: bool = False) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    return (", " if within else "\n").join(f"{k}: {_text(v, True)}" for k, v in value.items())

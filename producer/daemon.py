@@ -20,7 +20,7 @@ from common.errors import CorruptError, UserError
 from common.status import Board
 from producer import assets, evaluate, prompts as prompt_files
 from producer.config import Serve
-from producer.production import Production, Stopped
+from producer.production import Production
 from producer.schedule import Progress
 from producer.speculate import Limit
 from producer.target import Target, layer_count, load
@@ -88,12 +88,8 @@ class Evaluator:
             if ours != theirs:
                 raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
         began = time.monotonic()
-        result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=self._progress)
+        result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=lambda _done, _of: self._stop.check())
         return result | {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self.prompts_hash, "seconds": time.monotonic() - began}
-
-    def _progress(self, done: int, of: int) -> None:
-        if self._stop:
-            raise Stopped
 
 
 @dataclass
@@ -116,7 +112,7 @@ class Loop:
                 if not (self.evaluate() or self.produce()):
                     self.say("all prompts are answered; waiting for checkpoints" if self.production.ended else "paused: " + self.why_paused())
                     self.stop.wait(0.1)
-            except Stopped:
+            except service.Stopped:
                 break
             service.notify(WATCHDOG="1")
         service.notify(STOPPING="1")

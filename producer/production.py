@@ -27,10 +27,6 @@ log = logging.getLogger("production")
 ENCODERS = 2                 # threads; one keeps up with the target, two hide a long sample
 
 
-class Stopped(Exception):
-    """The daemon is to stop: what is in hand is given up, and made again after the next start."""
-
-
 @dataclass
 class Production:
     """counters: samples, tokens, raw_bytes, bytes, refused, too_long."""
@@ -69,8 +65,7 @@ class Production:
         chosen = [self._prompt(item) for item in items]
         kept, jobs = [], []
         for item, prompt, (ids, mask) in zip(items, chosen, self._texts(items, chosen)):
-            if self.stop:
-                raise Stopped
+            self.stop.check()
             if len(ids) > self.settings.max_tokens:
                 self.counters["too_long"] += 1
                 log.warning("prompt %s: %d tokens, the limit is %d (--max-tokens): left out", prompt.id[:12], len(ids), self.settings.max_tokens)
@@ -108,12 +103,8 @@ class Production:
         s = self.settings
         answers = generate.answer(
             self.target, asked, s.max_new_tokens, Sampling(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, seed=s.seed),
-            [f"{prompt.id}/{item // len(self.prompts)}" for item, prompt in zip(items, chosen)], between=self._check_stop)
+            [f"{prompt.id}/{item // len(self.prompts)}" for item, prompt in zip(items, chosen)], between=self.stop.check)
         return [(q + a, [False] * len(q) + [True] * len(a)) for q, a in zip(asked, answers)]
-
-    def _check_stop(self) -> None:
-        if self.stop:
-            raise Stopped
 
     def close(self) -> None:
         self._encoders.shutdown(cancel_futures=True)

@@ -58,7 +58,7 @@ def screen(producer: dict, trainer: dict, seconds: float) -> Table:
 
 def watch(daemons: dict[str, subprocess.Popen], views: dict[str, Path], console: Console) -> None:
     """Until the trainer has ended.  On a terminal one live table; elsewhere a line whenever something has moved."""
-    began, said = time.monotonic(), ""
+    began, said, due = time.monotonic(), "", 0.0
     with Live(console=console, refresh_per_second=4, transient=True) if console.is_terminal else _Quiet() as live:
         while daemons["hstrain"].poll() is None:
             if daemons["hsprod"].poll() is not None:
@@ -68,9 +68,9 @@ def watch(daemons: dict[str, subprocess.Popen], views: dict[str, Path], console:
             seconds = time.monotonic() - began
             live.update(screen(producer, trainer, seconds))
             line = f"producer: {producer.get('doing', 'starting')} | trainer: {trainer.get('doing', 'starting')} | {trainer.get('acceptance', '')}"
-            if not console.is_terminal and line != said and int(seconds) % 5 == 0:
+            if not console.is_terminal and line != said and seconds >= due:
                 print(f"[{seconds:4.0f} s] {line}", flush=True)
-                said = line
+                said, due = line, seconds + 10
             time.sleep(0.5)
 
 

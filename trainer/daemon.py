@@ -113,7 +113,7 @@ def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples
 def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape: DrafterConfig, plan: Plan) -> dict:
     """What a run is: resuming under any other is refused by field.  Goes into every checkpoint's record."""
     made = versions("torch") | {"arm": arm.to_dict(), "seed": settings.seed, "contract": contract.hash, "target": contract.target,
-                                "drafter": shape.to_json(), "plan": vars(plan), "denominator": objectives.DENOMINATOR}
+                                "drafter": shape.to_json(), "plan": {k: v for k, v in vars(plan).items() if k != "eval_every"}, "denominator": objectives.DENOMINATOR}
     return json.loads(json.dumps(made))                      # as it will be read back: tuples are lists
 
 

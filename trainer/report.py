@@ -7,12 +7,16 @@ import json
 import sys
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from common import metrics
 from common.errors import UserError
 from trainer import config
+
+LEGEND = ("tokens: trained on, re-reads included; tau: tokens per verify, pooled over blocks; prompt: mean of per-prompt means; "
+          "sim.: simulated on the plain texts; plain, spec.: tokens/s; eta: speedup measured; same: texts identical to plain decoding")
 
 
 def load(folder: Path) -> dict:
@@ -30,7 +34,7 @@ def show(settings: config.Report) -> None:
     if settings.json:
         print(json.dumps(runs, indent=1))
         return
-    console = Console(file=sys.stdout)
+    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
     for run in runs:
         if not run["evals"]:
             console.print(f"{run['run']}: no acceptance measured yet")
@@ -44,12 +48,13 @@ def show(settings: config.Report) -> None:
 
 
 def table(run: dict) -> Table:
-    out = Table(title=f"{run['run']} ({run['arm']}, seed {run['seed']}): acceptance on held-out prompts, real decoding")
-    for name in ("step", "tokens trained", "tau", "95 %", "tau per prompt", "simulated", "plain tok/s", "spec tok/s", "eta", "identical"):
-        out.add_column(name, justify="right")
+    out = Table(title=f"{run['arm']}, seed {run['seed']}: acceptance on held-out prompts, real decoding",
+                box=box.SIMPLE, padding=(0, 1), caption=LEGEND)
+    for name in ("step", "tokens", "tau (95 %)", "prompt", "sim.", "plain", "spec.", "eta", "same"):
+        out.add_column(name, justify="right", no_wrap=True)
     for row in run["evals"]:
         low, high = row["tau_interval"]
-        out.add_row(str(row["step"]), f"{row['tokens']:,}", f"{row['tau']:.2f}", f"{low:.2f} - {high:.2f}", f"{row['tau_prompt']:.2f}",
+        out.add_row(str(row["step"]), f"{row['tokens'] / 1e3:,.0f}k", f"{row['tau']:.2f} ({low:.2f} {high:.2f})", f"{row['tau_prompt']:.2f}",
                     f"{row['tau_simulated']:.2f}", f"{row['plain_tokens_per_s']:.0f}", f"{row['spec_tokens_per_s']:.0f}",
                     f"{row['eta']:.2f}", f"{row['identical']}/{row['prompts']}")
     return out
