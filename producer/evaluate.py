@@ -108,15 +108,16 @@ def _acceptance(drafter: Drafter, prompts: Prompts, specs: list[Decoded], simula
 def _speed(plains: list[Plain], specs: list[Decoded]) -> dict:
     """Rates count decoding alone, after the first token: both sides prefill alike.  eta is pooled over all prompts.
 
-    eta_theory is tau L_target / (T_t + T_d) of the measured parts: what the loop loses between them is its distance to eta."""
+    eta_theory is tau L_target / (T_t + T_d) of the measured parts; the loop's own cost, rollback above all, parts it from eta."""
     tokens_plain, tokens_spec = (sum(len(d.tokens) - 1 for d in side) for side in ([p.decoded for p in plains], specs))
     plain_seconds, spec_seconds = sum(p.decoded.decode_seconds for p in plains), sum(s.decode_seconds for s in specs)
     verifies = sum(len(spec.accepted) for spec in specs)
-    parts = {part: sum(spec.seconds[part] for spec in specs) for part in specs[0].seconds}
+    draft, verify, commit = (sum(spec.seconds[part] for spec in specs) for part in ("draft", "verify", "commit"))
     step = plain_seconds / tokens_plain
-    return {"plain_tokens_per_s": 1 / step, "spec_tokens_per_s": tokens_spec / spec_seconds, "eta": step * tokens_spec / spec_seconds,
-            "eta_theory": tokens_spec * step / (parts["verify"] + parts["draft"]), "step_seconds": step,
-            "prefill_seconds": parts.pop("prefill") / len(specs)} | {f"{part}_seconds": total / verifies for part, total in parts.items()}
+    return {"plain_tokens_per_s": 1 / step, "spec_tokens_per_s": tokens_spec / spec_seconds,
+            "eta": step * tokens_spec / spec_seconds, "eta_theory": step * tokens_spec / (draft + verify), "step_seconds": step,
+            "draft_seconds": draft / verifies, "verify_seconds": verify / verifies, "commit_seconds": commit / verifies,
+            "prefill_seconds": sum(spec.seconds["prefill"] for spec in specs) / len(specs)}
 
 
 def _identity(target: Target, prompts: Prompts, plains: list[Plain], specs: list[Decoded]) -> dict:
@@ -124,5 +125,6 @@ def _identity(target: Target, prompts: Prompts, plains: list[Plain], specs: list
     for (prompt, ids), text, spec in zip(prompts, plains, specs):
         position = first_divergence(text.decoded.tokens, spec.tokens)
         if position is not None:
-            divergences.append({"prompt": prompt, "position": position, "margin": margin(target, ids + text.decoded.tokens[:position])})
+            there = margin(target, ids + text.decoded.tokens[:position])
+            divergences.append({"prompt": prompt, "position": position, "margin": there})
     return {"identical": len(prompts) - len(divergences), "divergences": divergences}

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -77,7 +77,7 @@ class TargetCache:
             if type(layer) is LinearAttentionLayer:
                 layers[i] = StagedLinearLayer(number_of_states=layer.number_of_states)
             elif type(layer) is not DynamicLayer:
-                raise UserError(f"{target.name}: layer {i} keeps its past in a {type(layer).__name__}, which cannot be rolled back here")
+                raise UserError(f"{target.name}: layer {i} keeps its past in a {type(layer).__name__}, which cannot be rolled back")
         self._linear = {i: layer for i, layer in enumerate(layers) if isinstance(layer, StagedLinearLayer)}
         self._attention = [layer for layer in layers if isinstance(layer, DynamicLayer)]
         self._groups = _groups(target, self._linear) if rule == "fold" else []
@@ -170,22 +170,21 @@ class _Group:
     bias: Tensor | None         # [L, C, 1], fp32
     decay: Tensor               # [L, 1, Hv], fp32, negative
     dt_bias: Tensor             # [L, 1, Hv]
+    _gathered: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)
 
     def fold(self, records: dict[tuple[int, str], Tensor], n: int) -> None:
         """Advance every layer's convolution and recurrent state over the block's first n tokens."""
         layers, module = list(self.layers.values()), self.modules[0]
-        states, width = self._together(), layers[0].conv_states[0].shape[-1]
-        seen = torch.cat([layer.pending[..., :width + n] for layer in layers])                             # [L, channels, K + n]
-        for layer, columns in zip(layers, seen, strict=True):
-            layer.conv_states[0].copy_(columns[None, :, n:])
-            layer.pending = None
+        conv, states = self._together("conv_states"), self._together("recurrent_states")
+        seen = torch.cat([layer.pending[..., :conv.shape[-1] + n] for layer in layers])                    # [L, channels, K + n]
+        conv.copy_(seen[..., n:])
         a, b = (torch.cat([records[i, name][:, :n] for i in self.layers]) for name in RECORDED["fold"])     # [L, n, Hv]
         g = self.decay * F.softplus(a.float() + self.dt_bias)
         x = self._convolve(seen[:, module.key_dim:], n).float()                                           # [L, C, n]
         k = x[:, :module.key_dim].unflatten(1, (-1, module.head_k_dim))
         v = x[:, module.key_dim:].unflatten(1, (-1, module.head_v_dim))
         k = k * torch.rsqrt((k * k).sum(2, keepdim=True) + EPSILON)
-        k = k.repeat_interleave(module.num_v_heads // module.num_k_heads, 1)                              # each key head serves neighbours
+        k = k.repeat_interleave(module.num_v_heads // module.num_k_heads, 1)                              # a key head serves neighbours
         advance(states.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1).transpose(1, 2),
                 g.transpose(1, 2).flatten(0, 1), b.sigmoid().float().transpose(1, 2).flatten(0, 1))
 
@@ -204,20 +203,18 @@ class _Group:
         module = self.modules[0]
         return ACT2FN[module.activation](out.to(module.conv1d.weight.dtype))
 
-    def _together(self) -> Tensor:
-        """All recurrent states as one tensor [L, Hv, Dk, Dv], each layer's own being a view of it, so that none is copied.
-
-        A prefill may put new tensors into the layers: then they are gathered once more."""
-        layers = list(self.layers.values())
-        if any(layer.recurrent_states[0] is not view for layer, view in zip(layers, self._views, strict=True)):
-            self._states = torch.cat([layer.recurrent_states[0] for layer in layers]).float()
-            self._views = list(self._states[:, None].unbind(0))
-            for layer, view in zip(layers, self._views, strict=True):
-                layer.recurrent_states[0] = view
-        return self._states
-
-    def __post_init__(self) -> None:
-        self._views: list[Tensor | None] = [None] * len(self.layers)
+    def _together(self, kind: str) -> Tensor:
+        """All layers' conv_states [L, channels, K] or recurrent_states [L, Hv, Dk, Dv] as one tensor, each layer's own being a
+        view of it, so that none is copied.  A layer that was given a new tensor since is noticed: they are gathered anew."""
+        whole, views = self._gathered.get(kind, (None, ()))
+        own = [getattr(layer, kind) for layer in self.layers.values()]
+        if whole is None or any(states[0] is not view for states, view in zip(own, views, strict=True)):
+            whole = torch.cat([states[0] for states in own])
+            views = whole[:, None].unbind(0)
+            self._gathered[kind] = whole, views
+            for states, view in zip(own, views, strict=True):
+                states[0] = view
+        return whole
 
 
 def advance(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:

@@ -49,8 +49,8 @@ class Decoded:
 
     accepted leaves the target's own token out, and the first token comes from the prefill, so sum(accepted + 1) ==
     len(tokens) - 1: a block that the text's end cuts counts what it added, less one.
-    seconds of each part: prefill; then draft, verify and commit (drafter's context included), or step.  On a GPU they are
-    the device's own times, measured without waiting for it."""
+    seconds of each part: prefill; then draft (the drafter's context included), verify and commit (judging included), or
+    step.  On a GPU they are the device's own times, measured without waiting for it."""
 
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)
@@ -127,9 +127,10 @@ def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[
         offered.append(len(draft))
         if limit.remaining(tokens):
             cache.commit(agreed + 1)                                 # the anchor and the agreeing drafts
+            laps.lap("commit")
             proposer.extend(seen.taps[:, :, :agreed + 1])
             last = own[agreed:agreed + 1]
-        laps.lap("commit")
+    laps.lap("commit")
     return Decoded(tokens, accepted, offered, laps.seconds("prefill", "draft", "verify", "commit"))
 
 

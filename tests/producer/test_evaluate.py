@@ -51,8 +51,8 @@ def test_the_report(target, asked, drafter, texts):
     assert report["tau_interval"][0] <= report["tau"] <= report["tau_interval"][1]
     assert report["accepted_histogram"] == [blocks.count(n) for n in range(BLOCK)]
     assert len(report["acceptance_by_slot"]) == len(report["acceptance_given_previous"]) == BLOCK - 1
-    judged = [n for spec, (_, ids) in zip(specs, asked) for n, room in zip(spec.accepted, rooms(spec.accepted, len(ids), len(ids) + 40, BLOCK))
-              if room >= 2]
+    judged = [n for spec, (_, ids) in zip(specs, asked)
+              for n, room in zip(spec.accepted, rooms(spec.accepted, len(ids), len(ids) + 40, BLOCK)) if room >= 2]
     assert report["acceptance_by_slot"][1] == pytest.approx(sum(n >= 2 for n in judged) / len(judged))
     assert report["eta"] == pytest.approx(report["spec_tokens_per_s"] / report["plain_tokens_per_s"])
     cycle = report["draft_seconds"] + report["verify_seconds"]

@@ -45,7 +45,8 @@ def error(one: dict, other: dict) -> float:
 
 def block_of(text, at: int, size: int, kept: int, seed: int):
     """text's own tokens as far as they are kept, then others: none is the text's."""
-    wrong = (text[:, at + kept:at + size] + torch.randint(1, 300, (1, size - kept), generator=torch.Generator().manual_seed(seed))) % 320
+    shift = torch.randint(1, 300, (1, size - kept), generator=torch.Generator().manual_seed(seed))
+    wrong = (text[:, at + kept:at + size] + shift) % 320
     return torch.cat([text[:, at:at + kept], wrong], 1)
 
 
@@ -150,7 +151,7 @@ def test_a_verify_alone_leaves_no_trace(hybrid, size, rule):
 
 
 def test_a_prefill_may_follow_a_block(hybrid):
-    """The states lie together in one tensor then; the library's own writes must reach it."""
+    """The states lie together in one tensor then; the library's own writes must reach it, and a tensor put in their place too."""
     text = torch.tensor(prompts((60,)))
     cache, fresh = TargetCache(hybrid), hybrid.new_cache()
     cache.prefill(text[:, :10])
@@ -160,6 +161,8 @@ def test_a_prefill_may_follow_a_block(hybrid):
             cache.commit(5)
         else:
             cache.prefill(text[:, at:at + (15 if step == "prefill" else 1)])
+            for kept in (cache._cache.layers[0].recurrent_states, cache._cache.layers[1].conv_states):
+                kept[0] = kept[0].clone()
     hybrid.forward(text[:, :41], cache=fresh)
     assert cache.length == 41 and error(states(cache), states(fresh)) < 1e-4
 
