@@ -7,6 +7,8 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
+from common.errors import UserError
+
 
 def fsync_dir(folder: Path) -> None:
     fd = os.open(folder, os.O_RDONLY)
@@ -48,6 +50,16 @@ def publish_folder(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     fsync_dir(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+def usable(folder: Path, option: str) -> None:
+    """Make the folder where it is not there; UserError where it cannot be written, naming the option that chose it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(None, "it may not be written")
+    except OSError as error:
+        raise UserError(f"{option} {folder}: {error.strerror}; choose another folder, or mend its owner") from None
 
 
 def sha256_file(path: Path) -> str:

@@ -19,10 +19,17 @@ class Stopped(Exception):
 
 
 class Stop:
-    """Set by the first SIGINT or SIGTERM; a second one ends the process at once, as uvicorn does."""
+    """Set by the first SIGINT or SIGTERM; a second one ends the process at once, as uvicorn does.
+
+    The first one does, too, until `begin()`: while modules and a target of 70 GB are read, nothing is in hand and no loop looks.
+    """
 
     def __init__(self) -> None:
-        self._event = threading.Event()
+        self._event, self._begun = threading.Event(), False
+
+    def begin(self) -> None:
+        """From here on there is something to finish, and a loop that looks at this."""
+        self._begun = True
 
     def __bool__(self) -> bool:
         return self._event.is_set()
@@ -43,6 +50,9 @@ class Stop:
         def handle(number: int, _frame: object) -> None:
             if self:
                 os._exit(128 + number)
+            if not self._begun:
+                log.info("%s: nothing is in hand yet", signal.Signals(number).name)
+                os._exit(0)
             log.info("%s: finishing what is in hand; once more to stop at once", signal.Signals(number).name)
             self.set()
         for number in (signal.SIGINT, signal.SIGTERM):

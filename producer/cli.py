@@ -16,10 +16,10 @@ app = typer.Typer(no_args_is_help=True, help="Run a target model and stream its 
 
 def serve(settings: config.Serve) -> None:
     """Answer prompts with the target, stream its hidden states, measure the acceptance of checkpoints sent back."""
-    from producer import daemon
     logs.setup(settings.log_level)
     stop = service.Stop()
     stop.on_signals()
+    from producer import daemon                     # seconds of imports: a stop ends them
     daemon.serve(settings, stop)
 
 

@@ -41,7 +41,7 @@ class Serve:
     disk_budget: float = option(50.0, "GB on disk for samples that trainers still need; production pauses when it is full.", min=0.001)
     insecure: bool = option(False, "Listen off loopback without keys: anyone on that network can read the stream.")
     keys: Path | None = option(None, "Folder with this box's CURVE key and the list of allowed trainers.", show_default=False)
-    log_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", "What is logged.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from common import service
+from common import files, service
 from common.capture import parse_taps
 from common.contract import ExtractionContract
 from common.drafter import checkpoint
@@ -37,6 +37,7 @@ SALT = "hsdraft"             # of the split; fixed, so that a prompt is held out
 def serve(settings: Serve, stop: service.Stop) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
+    files.usable(settings.state_dir, "--state-dir")
     taps = parse_taps(settings.layers, layer_count(settings.target))
     split = read_prompts(settings)
     target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token)
@@ -44,6 +45,7 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     log.info("target %s: %s, taps %s, contract %s", target.name, target.dtype, ",".join(map(str, taps)), contract.hash[:12])
     folder = settings.state_dir / "streams" / contract.hash[:16]
     offered = assets.write(target, settings.state_dir / "assets" / contract.hash[:16])
+    stop.begin()
     with SampleStore(folder / "samples", contract=contract.to_dict()) as store:
         evaluator = Evaluator(target, contract, split.held_out, settings, stop)
         link = ProducerLink(settings.bind, store, contract.to_dict(), offered, cursors=folder / "subscribers.json",

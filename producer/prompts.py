@@ -48,7 +48,7 @@ def read(path: Path) -> list[Prompt]:
     try:
         lines = path.read_text("utf-8").split("\n")            # not splitlines: U+2028 may stand inside a text
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
     found = []
     for number, line in enumerate(lines, 1):
         if line.strip():

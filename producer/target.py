@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
+from common import device as devices
 from common.capture import Capture, check_states
 from common.contract import ExtractionContract
 from common.errors import CaptureError, UserError
@@ -201,7 +202,11 @@ def locate(name: str) -> Path:
 
 def layer_count(name: str) -> int:
     """Decoder layers of a target, from its config alone: taps are checked before 70 GB are read (pitfall L2)."""
-    return AutoConfig.from_pretrained(locate(name), local_files_only=True).get_text_config().num_hidden_layers
+    folder = locate(name)
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().num_hidden_layers
+    except (OSError, ValueError, AttributeError) as error:               # no JSON; a type transformers does not know; no decoder
+        raise UserError(f"--target {name}: {folder / 'config.json'}: {str(error).strip().splitlines()[0]}") from None
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
@@ -220,9 +225,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
     host copy freed as its device copy stands.  On a card of its own, mapped files and the same move.
     """
     folder = locate(name)
-    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"--device {device}: this torch sees no GPU")
+    where = devices.named(device)
     kind = {"auto": torch.float32 if where.type == "cpu" else torch.bfloat16, "float32": torch.float32,
             "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     if kind is None:

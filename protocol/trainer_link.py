@@ -150,6 +150,7 @@ class TrainerLink:
 
     def _run(self) -> None:
         attempt = 0
+        self._say(f"{self._address}: connecting as {self._name}")
         while not self._worker.closing:
             self._progress = False
             reason = self._one_session()

@@ -18,10 +18,10 @@ app = typer.Typer(no_args_is_help=True, help="Train DFlash drafters on a stream 
 
 def run(settings: config.Run) -> None:
     """Receive the stream, train an arm on it, have its checkpoints' real acceptance measured. Re-running resumes."""
-    from trainer import daemon
     logs.setup(settings.log_level)
     stop = service.Stop()
     stop.on_signals()
+    from trainer import daemon                     # seconds of imports: a stop ends them
     daemon.run(settings, stop)
 
 

@@ -42,7 +42,7 @@ class Run:
     disk_budget: float = option(200.0, "GB on disk for this box's store; receiving pauses when it is full.", min=0.001)
     credit: int = option(256, "MB of samples that may be on their way at once.", min=1)
     keys: Path | None = option(None, "Folder with this box's CURVE key and the producer's public key.", show_default=False)
-    log_level: str = option("INFO", "DEBUG, INFO, WARNING or ERROR.")
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", "What is logged.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from common import service
+from common import device as devices, files, service
 from common.capture import from_bf16
 from common.contract import ExtractionContract
 from common.drafter.config import DrafterConfig, shape_for
@@ -33,12 +33,14 @@ FIT_SAMPLES = 4              # first samples that a fresh drafter's scales, and 
 
 
 def run(settings: config.Run, stop: service.Stop) -> None:
+    stop.begin()
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    arm, device = arms.named(settings.arm), _device(settings.device)
+    arm, device = arms.named(settings.arm), devices.named(settings.device)
     folder = settings.run_dir or settings.state_dir / "runs" / f"{arm.name}-s{settings.seed}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}", folder.name):
         raise UserError(f"--run-dir {folder}: its last part names the run on the wire; use up to 32 letters, digits and . _ : -")
+    files.usable(settings.state_dir, "--state-dir")
     service.notify(READY="1", STATUS="waiting for the producer")
     with Inbox(settings, folder.name) as inbox:
         ready = inbox.wait(stop)
@@ -125,11 +127,3 @@ def fit(run: Run, samples: Samples) -> None:
     final = sum((torch.from_numpy(from_bf16(c.final)).double().square().sum(0) for c in first)) / tokens
     device = run.drafter.fc.weight.device
     init_scales(run.drafter, taps.sqrt().float().to(device), final.sqrt().float().to(device))
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"--device {name}: this torch sees no GPU")
-    return torch.device(name)

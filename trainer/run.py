@@ -91,6 +91,15 @@ def _claim(folder: Path, identity: dict) -> None:
     if not path.exists():
         files.write_whole(path, json.dumps(identity, indent=1).encode())
         return
-    there = _read(path)
-    if wrong := [f"{k}: {there.get(k)} -> {identity.get(k)}" for k in sorted({*there, *identity}) if there.get(k) != identity.get(k)]:
+    there, here = _flat(_read(path)), _flat(identity)
+    if wrong := [f"{k}: {_clip(there.get(k))} -> {_clip(here.get(k))}" for k in sorted({*there, *here}) if there.get(k) != here.get(k)]:
         raise UserError(f"{folder} holds another run ({'; '.join(wrong)}); give another --run-dir, or the settings and code it was made with")
+
+
+def _flat(values: dict, prefix: str = "") -> dict:
+    """Nested values under names like plan.steps."""
+    return {name: value for k, v in values.items() for name, value in (_flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {prefix + k: v}).items()}
+
+
+def _clip(value: object) -> str:
+    return text if len(text := str(value)) <= 40 else text[:37] + "..."
