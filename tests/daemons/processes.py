@@ -19,7 +19,7 @@ from producer.daemon import SALT, SHIPPED
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE = 120.0             # seconds until a wait has failed, on a box where others work too
 PROMPTS = 60                 # of the shipped ones: a stream of some seconds
-SERVE = ["--target", "embedded", "--layers", "1,3", "--batch", "4", "--max-new-tokens", "24", "--eval-prompts", "2", "--eval-new-tokens", "12",
+SERVE = ["--target", "embedded", "--layers", "1,3", "--batch", "4", "--max-new-tokens", "24", "--eval-prompts", "1", "--eval-new-tokens", "8",
          "--threads", "1"]
 RUN = ["--sequences", "2", "--anchors", "4", "--layers", "1", "--block-size", "4", "--threads", "1"]
 ENTRY = {"hsprod": "producer", "hstrain": "trainer"}

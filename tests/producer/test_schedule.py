@@ -1,0 +1,55 @@
+"""Every prompt once a pass, in an order of no memory, whatever moment a kill hits."""
+from dataclasses import dataclass
+
+import pytest
+
+from producer.prompts import Prompt
+from producer.schedule import Progress, order
+
+PROMPTS = [Prompt(({"role": "user", "content": f"number {n}"},)) for n in range(40)]
+REFUSED = {3, 8, 9, 10, 11, 17}          # items that give no sample; 8 to 11 are a whole batch
+BATCH, ITEMS = 4, 22
+
+
+@dataclass
+class Box:
+    """What survives a kill: the progress file, and the items whose samples are in the store (index: sequence number)."""
+
+    path: object
+    stored: list[int]
+
+    def run(self, killed_after: int | None) -> bool:
+        """Batches as production makes them, until the end or so many steps (a file written, a sample stored); True at the end."""
+        progress, left = Progress(self.path, "hash", len(self.stored)), killed_after
+        while progress.item < ITEMS:
+            items = range(progress.item, min(progress.item + BATCH, ITEMS))
+            kept = [item for item in items if item not in REFUSED]
+            for step in [lambda: progress.begin(len(self.stored), kept, items[-1] + 1), *(lambda k=k: self.stored.append(k) for k in kept)]:
+                if left == 0:
+                    return False
+                step()
+                left = left and left - 1
+        return True
+
+
+@pytest.mark.parametrize("between", range(1, 8))
+def test_a_kill_at_any_moment_neither_repeats_nor_loses_an_item(tmp_path, between):
+    box = Box(tmp_path / "progress.json", [])
+    for _ in range(100):
+        if box.run(between):
+            break
+    assert box.run(None) and box.stored == [k for k in range(ITEMS) if k not in REFUSED]
+
+
+def test_another_list_of_prompts_begins_at_its_first(tmp_path):
+    progress = Progress(tmp_path / "progress.json", "hash", 0)
+    progress.begin(0, [0, 1], 2)
+    assert Progress(tmp_path / "progress.json", "hash", 1).item == 1
+    assert Progress(tmp_path / "progress.json", "hash", 2).item == 2
+    assert Progress(tmp_path / "progress.json", "other", 2).item == 0
+
+
+def test_each_pass_has_an_order_of_its_own_that_does_not_depend_on_the_files():
+    first, second = order(PROMPTS, 0), order(PROMPTS, 1)
+    assert first == order(PROMPTS[::-1], 0) and first != second and first != PROMPTS
+    assert {p.id for p in first} == {p.id for p in second} == {p.id for p in PROMPTS}
