@@ -21,9 +21,10 @@ from rich.table import Table
 BIN = Path(sys.executable).parent
 ARM = "ce_causal"
 # What a few minutes on two cores allow.  The daemons' own defaults are for the user's target and for days.
+PROMPTS = Path(__file__).parents[1] / "producer" / "data" / "demo-prompts.jsonl"    # few shapes of task, so that minutes are enough
 PLANS = {
-    "embedded": {"serve": ["--batch", "32", "--max-new-tokens", "160", "--eval-prompts", "16", "--eval-new-tokens", "128"],
-                 "run": ["--steps", "600", "--eval-every", "120", "--replay", "7"]},
+    "embedded": {"serve": ["--batch", "64", "--max-new-tokens", "160", "--eval-prompts", "16", "--eval-new-tokens", "128"],
+                 "run": ["--steps", "1000", "--eval-every", "200"]},
     "smollm2": {"serve": ["--batch", "32", "--max-new-tokens", "96", "--eval-prompts", "8", "--eval-new-tokens", "64"],
                 "run": ["--steps", "900", "--eval-every", "150", "--replay", "7", "--sequences", "4", "--anchors", "12"]},
 }
@@ -100,7 +101,7 @@ def main() -> int:
     run_dir = out / "run"
     steps = ["--steps", str(options.steps)] if options.steps else []
     commands = {
-        "hsprod": ["serve", "--target", options.target, "--layers", "auto", "--bind", address, "--state-dir", str(folders["hsprod"]),
+        "hsprod": ["serve", "--target", options.target, "--layers", "auto", "--prompts", str(PROMPTS), "--bind", address, "--state-dir", str(folders["hsprod"]),
                    "--threads", "1", *plan["serve"]],
         "hstrain": ["run", "--arm", ARM, "--producer", address, "--state-dir", str(folders["hstrain"]), "--run-dir", str(run_dir),
                     "--threads", "1", *plan["run"], *steps]}

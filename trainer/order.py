@@ -2,12 +2,14 @@
 samples in the same order, a resumed run goes on where it was, and nothing depends on when a sample arrived.
 
 A run's visits go fresh, old, old, ..., fresh, old, old, ...: each new sample is followed by `replay` re-reads of
-earlier ones.  A run that gets ahead of the stream waits; how long is shown.  Once the stream has ended ("closed" at n
+earlier ones, the newer the likelier, so that the first samples are not read far more often than the last: each is re-read
+about 2 (1 - place in the stream) x `replay` times.  A run that gets ahead of the stream waits; how long is shown.  Once the stream has ended ("closed" at n
 samples; the run writes that number down before it uses it) all further visits are re-reads.
 """
 from __future__ import annotations
 
 import hashlib
+import math
 
 
 def visit(position: int, *, replay: int, closed: int | None) -> int:
@@ -19,10 +21,12 @@ def visit(position: int, *, replay: int, closed: int | None) -> int:
     fresh, old = divmod(position, replay + 1)
     if old == 0 and (closed is None or fresh < closed):
         return fresh
-    pool = fresh + 1 if closed is None else min(fresh + 1, closed)
-    return _uniform(position, pool)
+    drawn = _share(position)
+    if closed is not None and fresh >= closed:
+        return int(closed * drawn)
+    return int((fresh + 1) * math.sqrt(drawn))
 
 
-def _uniform(position: int, pool: int) -> int:
-    """A draw from 0..pool-1 that depends on nothing else (64 hashed bits: the bias is below 2**-40 for any store)."""
-    return int.from_bytes(hashlib.blake2b(position.to_bytes(8, "big"), digest_size=8).digest(), "big") % pool
+def _share(position: int) -> float:
+    """A number in [0, 1) that depends on nothing else: 53 bits of a hash, as many as a float holds."""
+    return (int.from_bytes(hashlib.blake2b(position.to_bytes(8, "big"), digest_size=8).digest(), "big") >> 11) / 2 ** 53

@@ -370,12 +370,14 @@ def invented(rng: random.Random, like: str) -> str:
             return word.title() if like.istitle() else word
 
 
-def draw(rng: random.Random, task: Task, rare: float = 0.0, invent: float = 0.0) -> Draw:
-    """Fill one task; each word is a held-out one with probability `rare` and a made-up one with probability `invent`."""
+def draw(rng: random.Random, task: Task, rare: float = 0.0, invent: float = 0.0, first: int | None = None) -> Draw:
+    """Fill one task; each word is a held-out one with probability `rare` and a made-up one with probability `invent`.
+
+    first: use only so many of each list."""
     fill, words, used = {}, {}, []
     # each slot gets a word of its own, in every form that a template may ask for
     for name, number in slots(" ".join(task.asks) + task.answer):
-        rest = [w for w in WORDS[name] if w not in words.values()]
+        rest = [w for w in WORDS[name][:first] if w not in words.values()]
         rare_ones = [w for w in rest if w in held_words(name)]
         pool = rare_ones if rare_ones and rng.random() < rare else [w for w in rest if w not in held_words(name)]
         word = rng.choice(pool)
@@ -437,12 +439,23 @@ def shipped(rng: random.Random, count: int = 640, rare_share: float = 0.15) -> l
     return rng.sample(list(found.values()), count)
 
 
+def demo(rng: random.Random, count: int = 1240) -> list[Draw]:
+    """Prompts of few shapes and words, the first of each kind but arithmetic: what a drafter can learn in minutes."""
+    tasks = [tasks[0] for kind, tasks in by_kind().items() if kind != "arithmetic"]
+    found: dict[str, Draw] = {}
+    while len(found) < count:
+        if (made := draw(rng, rng.choice(tasks), first=20)).held:
+            found.setdefault(made.prompt, made)
+    return list(found.values())
+
+
 def main() -> None:
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--prompts", type=pathlib.Path, help="write the shipped prompts here; without it show one draw of each shape")
+    ap.add_argument("--demo", action="store_true", help="with --prompts: the demo's, many of few shapes")
     a = ap.parse_args()
     if a.prompts:
-        lines = (json.dumps({"prompt": d.prompt, "kind": d.kind}) for d in shipped(random.Random(2024)))
+        lines = (json.dumps({"prompt": d.prompt, "kind": d.kind}) for d in (demo if a.demo else shipped)(random.Random(2024)))
         a.prompts.write_text("\n".join(lines) + "\n")
         return
     rng = random.Random(0)

@@ -43,6 +43,14 @@ def test_the_shipped_prompts_are_the_ones_the_corpus_makes(made):
     assert [{"prompt": d.prompt, "kind": d.kind} for d in made] == SHIPPED
 
 
+def test_the_demos_prompts_are_the_ones_the_corpus_makes_and_never_trained_on(training):
+    made = corpus.demo(random.Random(2024))
+    lines = (ROOT / "producer" / "data" / "demo-prompts.jsonl").read_text().splitlines()
+    assert [{"prompt": d.prompt, "kind": d.kind} for d in made] == [json.loads(line) for line in lines]
+    assert all(d.held for d in made) and len({d.prompt for d in made}) == len(made)
+    assert {d.prompt for d in made}.isdisjoint(d.prompt for d in training)
+
+
 def test_shipped_prompts_are_distinct_and_never_trained_on(training, made):
     assert len({d.prompt for d in made}) == len(made) == 640
     assert all(d.held or d.held_words for d in made)       # a training draw is neither
