@@ -1,6 +1,6 @@
 """Rollback: what it costs to keep n tokens of a verified 16-token block, on two small models of the user's architecture.
 
-    python benchmarks/rollback.py [--rounds 9]
+    python benchmarks/rollback.py [--rounds 5]
 
 fold against its rivals in the same run: replay (each linear layer runs again over the accepted tokens) and re-forward (the
 whole model does).  Random weights, fp32, one thread, 200 tokens of context; each round visits every way once, in turn.  Shown
@@ -71,7 +71,7 @@ def measure(target: Target, rounds: int) -> dict[tuple[str, int], list[tuple[flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     logging.set_verbosity_error()
