@@ -21,6 +21,8 @@ from producer.target import Target
 
 Prompts = list[tuple[str, list[int]]]           # (prompt id, token ids)
 
+TIMED = 4                                       # prompts decoded plainly, too, in each evaluation, for its time
+
 
 @dataclass(frozen=True)
 class Plain:
@@ -29,10 +31,11 @@ class Plain:
 
 
 class PlainTexts:
-    """Plain decoding's text, time and taps of each prompt: the same for every drafter, so computed once and kept.
+    """Plain decoding's text and taps of each prompt: the same for every drafter, so computed once and kept.
 
-    Later evaluations compare their own time with the time measured then: a box that is busier or hotter now shows up in
-    eta.  Taps stay on the device: K*H numbers a token.  A prompt's id stands for its ids: ValueError where they differ."""
+    Its time is not kept: evaluate() measures it anew beside the speculative one, so that a box that is busier or hotter
+    now does not show up in eta.  Taps stay on the device: K*H numbers a token.  A prompt's id stands for its ids:
+    ValueError where they differ."""
 
     def __init__(self, target: Target, limit: Limit, taps: tuple[int, ...]) -> None:
         self.target, self.limit, self.taps = target, limit, taps
@@ -61,11 +64,14 @@ def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTex
     """
     if drafter.config.taps != texts.taps:
         raise ValueError(f"a drafter of taps {drafter.config.taps}, texts with taps {texts.taps}")
-    plains, specs, simulated = [], [], []
+    plains, specs, simulated, timed = [], [], [], []
     for done, (prompt, ids) in enumerate(prompts):
         progress(done, len(prompts))
         kept = texts(prompt, ids)
         progress(done, len(prompts))
+        if done % -(-len(prompts) // TIMED) == 0:                   # spread over the evaluation, so that both meet the same box
+            timed.append(plain(target, ids, texts.limit))
+            progress(done, len(prompts))
         if not specs:
             speculate(target, drafter, ids, Limit(drafter.config.block_size))
         plains.append(kept)
@@ -73,7 +79,7 @@ def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTex
         simulated.append(simulate(target, drafter, ids, kept, texts.limit))
     if not any(spec.accepted for spec in specs):
         raise UserError(f"none of {len(prompts)} held-out prompts gives a text of two tokens: there is nothing to measure")
-    return _acceptance(drafter, prompts, specs, simulated, seed) | _speed(plains, specs) | _identity(target, prompts, plains, specs)
+    return _acceptance(drafter, prompts, specs, simulated, seed) | _speed(timed, specs) | _identity(target, prompts, plains, specs)
 
 
 def simulate(target: Target, drafter: Drafter, ids: list[int], text: Plain, limit: Limit) -> list[int]:
@@ -105,12 +111,13 @@ def _acceptance(drafter: Drafter, prompts: Prompts, specs: list[Decoded], simula
             "acceptance_given_previous": [None if np.isnan(rate) else rate for rate in given[:judged]]}
 
 
-def _speed(plains: list[Plain], specs: list[Decoded]) -> dict:
-    """Rates count decoding alone, after the first token: both sides prefill alike.  eta is pooled over all prompts.
+def _speed(plains: list[Decoded], specs: list[Decoded]) -> dict:
+    """Rates count decoding alone, after the first token: both sides prefill alike.  eta is pooled over all prompts, plain
+    time per token over those that were decoded plainly in this evaluation (a plain step does not depend on the text).
 
     eta_theory is tau L_target / (T_t + T_d) of the measured parts; the loop's own cost, rollback above all, parts it from eta."""
-    tokens_plain, tokens_spec = (sum(len(d.tokens) - 1 for d in side) for side in ([p.decoded for p in plains], specs))
-    plain_seconds, spec_seconds = sum(p.decoded.decode_seconds for p in plains), sum(s.decode_seconds for s in specs)
+    tokens_plain, tokens_spec = (sum(len(d.tokens) - 1 for d in side) for side in (plains, specs))
+    plain_seconds, spec_seconds = sum(p.decode_seconds for p in plains), sum(s.decode_seconds for s in specs)
     verifies = sum(len(spec.accepted) for spec in specs)
     draft, verify, commit = (sum(spec.seconds[part] for spec in specs) for part in ("draft", "verify", "commit"))
     step = plain_seconds / tokens_plain

@@ -24,7 +24,7 @@ ARM = "ce_causal"
 PROMPTS = Path(__file__).parents[1] / "producer" / "data" / "demo-prompts.jsonl"    # few shapes of task, so that minutes are enough
 PLANS = {
     "embedded": {"serve": ["--batch", "64", "--max-new-tokens", "160", "--eval-prompts", "16", "--eval-new-tokens", "128"],
-                 "run": ["--steps", "1000", "--eval-every", "200"]},
+                 "run": ["--steps", "900", "--eval-every", "180"]},
     "smollm2": {"serve": ["--batch", "32", "--max-new-tokens", "96", "--eval-prompts", "8", "--eval-new-tokens", "64"],
                 "run": ["--steps", "900", "--eval-every", "150", "--replay", "7", "--sequences", "4", "--anchors", "12"]},
 }

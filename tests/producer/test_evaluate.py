@@ -61,14 +61,18 @@ def test_the_report(target, asked, drafter, texts):
     assert {done for done, _ in calls} == {0, 1, 2} and {of for _, of in calls} == {3}
 
 
-def test_plain_texts_are_decoded_once(target, asked, drafter, monkeypatch):
+def test_plain_texts_are_decoded_once_and_their_time_taken_anew(target, asked, drafter, monkeypatch):
     decoded = []
     monkeypatch.setattr(evaluate, "plain", lambda t, ids, limit: decoded.append(limit) or plain(t, ids, limit))
     texts = evaluate.PlainTexts(target, LIMIT, TAPS)
     first = evaluate.evaluate(target, drafter, asked[:2], texts, seed=0)
-    assert decoded.count(LIMIT) == 2
+    assert decoded.count(LIMIT) == 2 + 2
     second = evaluate.evaluate(target, drafter, asked[:2], texts, seed=0)
-    assert decoded.count(LIMIT) == 2 and second["plain_tokens_per_s"] == first["plain_tokens_per_s"]
+    assert decoded.count(LIMIT) == 2 + 2 + 2 and second["tau"] == first["tau"]
+    decoded.clear()
+    monkeypatch.setattr(evaluate, "TIMED", 1)
+    evaluate.evaluate(target, drafter, asked, texts, seed=0)
+    assert decoded.count(LIMIT) == 1 + 1, "the third prompt's text is new; one of three is timed"
     with pytest.raises(ValueError, match="other tokens than before"):
         texts("id0", [5, 6])
 
