@@ -29,6 +29,20 @@ def status(settings: config.Status) -> None:
     screen.show([settings.state_dir / "status.json"], "hsprod serve", as_json=settings.json)
 
 
+def keygen(settings: config.Keys) -> None:
+    """Make this box's CURVE key pair and print the public key, for `hstrain trust`."""
+    from protocol import keys
+    print(keys.generate(settings.keys))
+
+
+def allow(settings: config.Allow) -> None:
+    """Let a trainer connect, by the public key that its `hstrain keygen` printed. A running producer sees it at once."""
+    from protocol import keys
+    print("allowed" if keys.allow(settings.keys, settings.key, settings.comment) else "was allowed already")
+
+
+app.command("keygen")(as_command(config.Keys, "HSPROD", keygen))
+app.command("allow")(as_command(config.Allow, "HSPROD", allow))
 app.command("serve")(as_command(config.Serve, "HSPROD", serve))
 app.command("status")(as_command(config.Status, "HSPROD", status))
 

@@ -45,6 +45,17 @@ class Serve:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Keys:
+    keys: Path = option(state_home() / "hsprod" / "keys", "Folder of keys, to be given to `hsprod serve --keys`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Allow(Keys):
+    key: str = argument("The trainer's public key, 40 characters.")
+    comment: str = option("", "Whose it is.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     state_dir: Path = option(state_home() / "hsprod", "The state folder of `hsprod serve`.")
     json: bool = option(False, "Print JSON.")

@@ -28,6 +28,7 @@ from protocol.keys import ProducerKeys
 from protocol.offers import CheckpointReady
 from protocol.producer_link import ProducerLink
 from protocol.store import DiskFull, SampleStore, should_pause
+from protocol.wire import check_address
 
 log = logging.getLogger("hsprod")
 SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
@@ -38,6 +39,8 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     files.usable(settings.state_dir, "--state-dir")
+    keys = ProducerKeys(settings.keys) if settings.keys else None
+    check_address(settings.bind, keys, insecure=settings.insecure)
     taps = parse_taps(settings.layers, layer_count(settings.target))
     split = read_prompts(settings)
     target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token)
@@ -50,7 +53,7 @@ def serve(settings: Serve, stop: service.Stop) -> None:
         evaluator = Evaluator(target, contract, split.held_out, settings, stop)
         link = ProducerLink(settings.bind, store, contract.to_dict(), offered, cursors=folder / "subscribers.json",
                             inbox_dir=folder / "checkpoints", evaluation={"prompts": evaluator.prompts_hash},
-                            keys=ProducerKeys(settings.keys) if settings.keys else None, insecure=settings.insecure)
+                            keys=keys, insecure=settings.insecure)
         production = Production(target, contract, split.train, settings, store,
                                 Progress(folder / "progress.json", prompt_files.prompts_hash(split.train), store.next), stop)
         with link:

@@ -64,13 +64,15 @@ def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTex
     """
     if drafter.config.taps != texts.taps:
         raise ValueError(f"a drafter of taps {drafter.config.taps}, texts with taps {texts.taps}")
-    plains, specs, simulated, timed = [], [], [], []
+    plains, specs, simulated, timed, owed = [], [], [], [], 0
     for done, (prompt, ids) in enumerate(prompts):
         progress(done, len(prompts))
         kept = texts(prompt, ids)
         progress(done, len(prompts))
-        if done % -(-len(prompts) // TIMED) == 0:                   # spread over the evaluation, so that both meet the same box
+        owed += done % -(-len(prompts) // TIMED) == 0               # spread over the evaluation, so that both meet the same box
+        if owed and len(kept.decoded.tokens) > 1:
             timed.append(plain(target, ids, texts.limit))
+            owed -= 1
             progress(done, len(prompts))
         if not specs:
             speculate(target, drafter, ids, Limit(drafter.config.block_size))

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import select
 import socket
 import threading
@@ -110,6 +111,8 @@ class Listener:
 
     def __init__(self, address: str, keys: ProducerKeys | None, *, insecure: bool, bell: Doorbell) -> None:
         """Raises UserError: port taken, address wrong, or open to a network without keys."""
+        if not re.fullmatch(r"(tcp://.+:\d+|ipc://.+)", address):
+            raise UserError(f"cannot listen on {address}: write tcp://HOST:PORT with an address of this box")
         if keys is None and not insecure and not is_local(address):
             raise UserError(f"{address} can be reached from the network: give --keys (see hsprod keygen), or --insecure if you trust all of it")
         self.counters: Counter[str] = Counter()
@@ -173,6 +176,15 @@ class Listener:
             log.warning("refused a connection from %s: key %s is not allowed (hsprod allow '%s')",
                         request[3].decode("ascii", "replace") if len(request) > 3 else "?", refused, refused)
         self._zap.send_multipart([envelope, empty, *reply])
+
+
+def check_address(address: str, keys: ProducerKeys | None, *, insecure: bool) -> None:
+    """Raises the UserError that a Listener would, before minutes are spent on loading a target."""
+    bell = Doorbell()
+    try:
+        Listener(address, keys, insecure=insecure, bell=bell).close()
+    finally:
+        bell.close()
 
 
 class Dialer:

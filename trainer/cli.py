@@ -48,6 +48,20 @@ def arms() -> None:
     Console().print(table)
 
 
+def keygen(settings: config.Keys) -> None:
+    """Make this box's CURVE key pair and print the public key, for `hsprod allow`."""
+    from protocol import keys
+    print(keys.generate(settings.keys))
+
+
+def trust(settings: config.Trust) -> None:
+    """Name the one producer that this box trusts, by the public key that its `hsprod keygen` printed."""
+    from protocol import keys
+    keys.set_producer(settings.keys, settings.key)
+
+
+app.command("keygen")(as_command(config.Keys, "HSTRAIN", keygen))
+app.command("trust")(as_command(config.Trust, "HSTRAIN", trust))
 app.command("run")(as_command(config.Run, "HSTRAIN", run))
 app.command("report")(as_command(config.Report, "HSTRAIN", report))
 app.command("status")(as_command(config.Status, "HSTRAIN", status))

@@ -53,6 +53,16 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Keys:
+    keys: Path = option(state_home() / "hstrain" / "keys", "Folder of keys, to be given to `hstrain run --keys`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trust(Keys):
+    key: str = argument("The producer's public key, 40 characters.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Status:
     state_dir: Path = option(state_home() / "hstrain", "The state folder of `hstrain run`.")
     json: bool = option(False, "Print JSON.")

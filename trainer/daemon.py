@@ -5,6 +5,8 @@ import json
 import logging
 import math
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,15 +43,19 @@ def run(settings: config.Run, stop: service.Stop) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}", folder.name):
         raise UserError(f"--run-dir {folder}: its last part names the run on the wire; use up to 32 letters, digits and . _ : -")
     files.usable(settings.state_dir, "--state-dir")
-    service.notify(READY="1", STATUS="waiting for the producer")
+    board = Board(settings.state_dir / "status" / f"{folder.name}.json")
+    service.notify(READY="1")
     with Inbox(settings, folder.name) as inbox:
-        ready = inbox.wait(stop)
+        def say(doing: str) -> None:
+            board.show({"doing": doing, "stream": inbox.line(), "run": str(folder)}, time.time())
+            service.notify(STATUS=f"{doing}; {inbox.line()}", WATCHDOG="1")
+        ready = inbox.wait(stop, say)
         if ready is None:
             return
         contract, assets = ready
         embedding, head = (weights.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16) for weights in load_weights(assets))
         samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id)
-        if not wait_for_samples(FIT_SAMPLES, samples, inbox, stop):
+        if not wait_for_samples(FIT_SAMPLES, samples, inbox, stop, say):
             return
         shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples)
         made = Run(folder, identity(settings, arm, contract, shape, plan), shape, seed=settings.seed,
@@ -59,7 +65,7 @@ def run(settings: config.Run, stop: service.Stop) -> None:
         log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun", made.step, plan.steps)
         evals = Evals(made, inbox)
         Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, tick=lambda: tick(inbox, evals),
-             ended=inbox.complete, stop=stop, board=Board(settings.state_dir / "status" / f"{folder.name}.json")).go()
+             ended=inbox.complete, stop=stop, board=board).go()
     log.info("stopped" if stop else "done")
 
 
@@ -76,13 +82,13 @@ def tick(inbox: Inbox, evals: Evals) -> str:
     return inbox.line()
 
 
-def wait_for_samples(count: int, samples: Samples, inbox: Inbox, stop: service.Stop) -> bool:
+def wait_for_samples(count: int, samples: Samples, inbox: Inbox, stop: service.Stop, say: Callable[[str], None]) -> bool:
     """Until the store holds so many, or all there will be; False where the daemon is to stop first."""
     while not stop:
         inbox.news()
         if len(samples) >= count or (len(samples) and inbox.complete()):
             return True
-        service.notify(STATUS=f"waiting for samples: {inbox.line()}", WATCHDOG="1")
+        say("waiting for the first samples")
         stop.wait(0.2)
     return False
 

@@ -9,6 +9,7 @@ import json
 import logging
 import queue
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from common import service
@@ -83,7 +84,7 @@ class Inbox:
 
     # ---- called on the main thread
 
-    def wait(self, stop: service.Stop) -> tuple[ExtractionContract, dict[str, Path]] | None:
+    def wait(self, stop: service.Stop, say: Callable[[str], None]) -> tuple[ExtractionContract, dict[str, Path]] | None:
         """The contract and the assets' files; from this box alone where it has them, else once the producer has sent them.
 
         None where the daemon is to stop first.  Raises UserError for a producer that refuses or differs.
@@ -92,7 +93,8 @@ class Inbox:
             if self.store.stream and (assets := self.local_assets(self.store.contract_hash)):
                 return ExtractionContract.from_dict(self.store.contract), assets
             self.news()
-            self.link.wait_ready(0.2)
+            say("waiting for the producer")
+            stop.wait(0.2)
         return None
 
     def local_assets(self, contract_hash: str) -> dict[str, Path] | None:
