@@ -1,6 +1,7 @@
 """`hstrain run`: joins settings, inbox, run, evaluations and the training loop (loop.py)."""
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -53,7 +54,7 @@ def run(settings: config.Run, stop: service.Stop) -> None:
         if ready is None:
             return
         contract, assets = ready
-        embedding, head = (weights.to(device, torch.float32 if device.type == "cpu" else torch.bfloat16) for weights in load_weights(assets))
+        embedding, head = load_weights(assets, device)
         samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id)
         if not wait_for_samples(FIT_SAMPLES, samples, inbox, stop, say):
             return
@@ -93,10 +94,11 @@ def wait_for_samples(count: int, samples: Samples, inbox: Inbox, stop: service.S
     return False
 
 
-def load_weights(assets: dict[str, Path]) -> tuple[Tensor, Tensor]:
-    """embedding, head (V, H) as the target has them; the same tensor where no lm_head is offered (tied)."""
-    embedding = load_file(assets["embedding"])["weight"]
-    return embedding, load_file(assets["lm_head"])["weight"] if "lm_head" in assets else embedding
+def load_weights(assets: dict[str, Path], device: torch.device) -> tuple[Tensor, Tensor]:
+    """embedding, head (V, H) on the device, bf16 on a GPU and fp32 on a CPU; one tensor where no lm_head is offered (tied)."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    embedding, head = (load_file(assets[name])["weight"].to(device, dtype) if name in assets else None for name in ("embedding", "lm_head"))
+    return embedding, embedding if head is None else head
 
 
 def shape_of(settings: config.Run, arm: Arm, contract: ExtractionContract) -> DrafterConfig:
@@ -106,22 +108,19 @@ def shape_of(settings: config.Run, arm: Arm, contract: ExtractionContract) -> Dr
 
 
 def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples) -> Plan:
-    recipe = config.recipe_for(contract.hidden_size)
-    def chosen(name: str):
-        given = getattr(settings, name)
-        return getattr(recipe, name) if given is None else given
-    steps = chosen("steps")
+    chosen = dataclasses.asdict(config.recipe_for(contract.hidden_size))
+    chosen |= {name: value for name in chosen if (value := getattr(settings, name)) is not None}
     if settings.tokens is not None:
-        lengths = [min(samples[i].tokens, chosen("max_tokens")) for i in range(min(FIT_SAMPLES, len(samples)))]
-        steps = math.ceil(settings.tokens / (chosen("sequences") * sum(lengths) / len(lengths)))
-    return Plan(steps=steps, sequences=chosen("sequences"), anchors=chosen("anchors"), max_tokens=chosen("max_tokens"),
-                optimizer=chosen("optimizer"), lr=chosen("lr"), replay=settings.replay, eval_every=settings.eval_every)
+        lengths = [min(samples[i].tokens, chosen["max_tokens"]) for i in range(min(FIT_SAMPLES, len(samples)))]
+        chosen["steps"] = math.ceil(settings.tokens / (chosen["sequences"] * sum(lengths) / len(lengths)))
+    return Plan(**chosen, replay=settings.replay, eval_every=settings.eval_every)
 
 
 def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape: DrafterConfig, plan: Plan) -> dict:
     """What a run is: resuming under any other is refused by field.  Goes into every checkpoint's record."""
     made = versions("torch") | {"arm": arm.to_dict(), "seed": settings.seed, "contract": contract.hash, "target": contract.target,
-                                "drafter": shape.to_json(), "plan": {k: v for k, v in vars(plan).items() if k != "eval_every"}, "denominator": objectives.DENOMINATOR}
+                                "drafter": shape.to_json(), "denominator": objectives.DENOMINATOR,
+                                "plan": {name: value for name, value in vars(plan).items() if name != "eval_every"}}
     return json.loads(json.dumps(made))                      # as it will be read back: tuples are lists
 
 

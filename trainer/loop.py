@@ -14,8 +14,8 @@ from common import service
 from common.status import Board
 from trainer.arms import Arm
 from trainer.batch import Samples, make_batch
+from trainer.config import Recipe
 from trainer.evals import Evals
-from trainer.config import Kind
 from trainer.optim import share_at
 from trainer.order import visit
 from trainer.run import Run
@@ -27,15 +27,9 @@ SAY_EVERY_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
-    """Numbers of one run: command line where given, else the recipe of the target's size."""
+class Plan(Recipe):
+    """Numbers of one run: the recipe of the target's size, changed by the command line, and how the stream is read."""
 
-    steps: int
-    sequences: int
-    anchors: int
-    max_tokens: int
-    optimizer: Kind
-    lr: float
     replay: int
     eval_every: int
 

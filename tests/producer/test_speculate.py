@@ -6,7 +6,6 @@ import tiny
 import torch
 from drafters import BLOCK, TAPS, Random, Scheduled, prompts, trained
 
-from common.drafter import acceptance
 from producer import evaluate
 from producer.rollback import RULES
 from producer.speculate import Limit, decode, first_divergence, margin, plain, speculate

@@ -1,15 +1,14 @@
 """A run that is stopped, killed or restarted is the run that was not, bit for bit (pitfalls C1, C2)."""
 import json
-import shutil
 
 import pytest
 import torch
 
-from common import files, metrics
+from common import metrics
 from common.drafter import checkpoint
 from common.errors import UserError
 from trainer.run import Run
-from tests.trainer.small import captures, config, loop
+from tests.trainer.small import captures, loop
 
 SAMPLES = captures(12)
 
