@@ -25,12 +25,13 @@ class Serve:
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.", min=0)
     top_p: float = option(1.0, "Sample among the likeliest tokens of this joint probability.", min=0.0, max=1.0)
     seed: int = option(0, "Seed of sampled answers.")
-    thinking: bool | None = option(None, "The chat template's thinking switch, where it has one; recorded in the contract. Default: the template's own.",
-                                   show_default=False)
+    thinking: bool | None = option(None, "The chat template's thinking switch, where it has one; recorded in the contract. "
+                                   "Default: the template's own.", show_default=False)
     max_new_tokens: int = option(1024, "Longest answer, in tokens.", min=1)
     max_tokens: int = option(4096, "Longest sequence that is captured, prompt included, in tokens; longer ones are counted and left out.", min=8)
     batch: int = option(16, "Prompts answered together. Captures are computed one by one, so this cannot change them.", min=1)
-    mask_token: int | None = option(None, "Id of the drafter's mask token. Default: first embedding row that the tokenizer does not use.", show_default=False)
+    mask_token: int | None = option(None, "Id of the drafter's mask token. Default: first embedding row that the tokenizer does not use.",
+                                    show_default=False)
     held_out: float = option(0.1, "Share of the prompts, by hash, that is never streamed and measures acceptance.", min=0.0, max=0.9)
     eval_prompts: int = option(16, "Held-out prompts decoded for each checkpoint.", min=1)
     eval_new_tokens: int = option(128, "Tokens decoded for each of them at most.", min=2)

@@ -94,7 +94,8 @@ class Evaluator:
                 raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
         began = time.monotonic()
         result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=lambda _done, _of: self._stop.check())
-        return result | {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self.prompts_hash, "seconds": time.monotonic() - began}
+        return result | {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self.prompts_hash,
+                         "seconds": time.monotonic() - began}
 
 
 @dataclass
@@ -109,7 +110,8 @@ class Loop:
     evaluator: Evaluator
 
     def run(self) -> None:
-        self.board, self.began, self.paused, self.last_report, self._disk_full = Board(self.settings.state_dir / "status.json"), time.monotonic(), False, "", False
+        self.board, self.began = Board(self.settings.state_dir / "status.json"), time.monotonic()
+        self.paused, self.last_report, self._disk_full = False, "", False
         while not self.stop:
             self.link.raise_if_failed()
             self.link.set_ended(self.production.ended)
@@ -135,7 +137,8 @@ class Loop:
             log.error("%s step %d from %s: %s", ready.run, ready.step, ready.peer, error)
             self.link.report(ready, error=str(error))
             return True
-        self.last_report = f"{ready.run} step {ready.step}: tau {result['tau']:.2f}, eta {result['eta']:.2f}, {result['identical']}/{result['prompts']} identical"
+        self.last_report = (f"{ready.run} step {ready.step}: tau {result['tau']:.2f}, eta {result['eta']:.2f}, "
+                            f"{result['identical']}/{result['prompts']} identical")
         log.info("%s (%.1f s)", self.last_report, result["seconds"])
         self.link.report(ready, result=result)
         return True

@@ -122,7 +122,8 @@ class Target:
         if ids.shape != loss_mask.shape or ids.ndim != 1 or not len(ids):
             raise CaptureError(f"ids {ids.shape} and loss mask {loss_mask.shape} are not one sequence")
         if (ids == self.mask_token_id).any():
-            raise CaptureError(f"row {int(np.argmax(ids == self.mask_token_id))}: the mask token {self.mask_token_id} among ids; if the target writes it, choose another with --mask-token")
+            raise CaptureError(f"row {int(np.argmax(ids == self.mask_token_id))}: the mask token {self.mask_token_id} among ids; "
+                               "if the target writes it, choose another with --mask-token")
         if ids.min() < 0 or ids.max() >= self.vocab_size:
             raise CaptureError(f"ids run from {ids.min()} to {ids.max()}, the target has {self.vocab_size}")
         rows, more = (torch.linspace(0, len(ids) - 1, min(count, len(ids))).round().long().to(self.device) for count in (2 * PROBES, 64))

@@ -101,8 +101,8 @@ def main() -> int:
     run_dir = out / "run"
     steps = ["--steps", str(options.steps)] if options.steps else []
     commands = {
-        "hsprod": ["serve", "--target", options.target, "--layers", "auto", "--prompts", str(PROMPTS), "--bind", address, "--state-dir", str(folders["hsprod"]),
-                   "--threads", "1", *plan["serve"]],
+        "hsprod": ["serve", "--target", options.target, "--layers", "auto", "--prompts", str(PROMPTS), "--bind", address,
+                   "--state-dir", str(folders["hsprod"]), "--threads", "1", *plan["serve"]],
         "hstrain": ["run", "--arm", ARM, "--producer", address, "--state-dir", str(folders["hstrain"]), "--run-dir", str(run_dir),
                     "--threads", "1", *plan["run"], *steps]}
     for name, words in commands.items():

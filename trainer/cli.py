@@ -41,8 +41,8 @@ def arms() -> None:
     """The arms, the question each asks, and the arm it is compared with."""
     from trainer.arms import ARMS
     table = Table(show_lines=True)
-    for column, wrap in (("arm", True), ("loss", True), ("attention", True), ("masked slots", True), ("weights", True), ("asks", False), ("beside", True)):
-        table.add_column(column, no_wrap=wrap)
+    for column in ("arm", "loss", "attention", "masked slots", "weights", "asks", "beside"):
+        table.add_column(column, no_wrap=column != "asks")
     for arm in ARMS.values():
         table.add_row(arm.name, arm.loss, arm.attention, arm.corruption, arm.weights, arm.question, arm.beside)
     Console().print(table)

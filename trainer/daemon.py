@@ -63,7 +63,8 @@ def run(settings: config.Run, stop: service.Stop) -> None:
                    optimizer=plan.optimizer, lr=plan.lr, device=device)
         if not made.resumed:
             fit(made, samples)
-        log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun", made.step, plan.steps)
+        log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun",
+                 made.step, plan.steps)
         evals = Evals(made, inbox)
         Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, tick=lambda: tick(inbox, evals),
              ended=inbox.complete, stop=stop, board=board).go()

@@ -150,7 +150,8 @@ class Inbox:
 
     def line(self) -> str:
         link, store = self.link.snapshot(), self.store
-        return f"{link['state']}; {store.next - store.first:,} samples, {store.bytes_used / 1e6:.1f} MB" + (f", {link['lag']} behind" if link.get("lag") else "")
+        behind = f", {link['lag']} behind" if link.get("lag") else ""
+        return f"{link['state']}; {store.next - store.first:,} samples, {store.bytes_used / 1e6:.1f} MB{behind}"
 
     @property
     def up(self) -> bool:

@@ -1,10 +1,11 @@
 """Which stored sample a run reads next: a pure function of the position in the run, so that every arm reads the same
 samples in the same order, a resumed run goes on where it was, and nothing depends on when a sample arrived.
 
-A run's visits go fresh, old, old, ..., fresh, old, old, ...: each new sample is followed by `replay` re-reads of
-earlier ones, the newer the likelier, so that the first samples are not read far more often than the last: each is re-read
-about 2 (1 - place in the stream) x `replay` times.  A run that gets ahead of the stream waits; how long is shown.  Once the stream has ended ("closed" at n
-samples; the run writes that number down before it uses it) all further visits are re-reads.
+A run's visits go fresh, old, old, ..., fresh, old, old, ...: each new sample is followed by `replay` re-reads of earlier
+ones, the newer the likelier.  Were they drawn evenly, the first of n samples would be read ln n times more than the last;
+so each is re-read 2 x `replay` times at most, falling to none for the last.  A run that gets ahead of the stream waits; how
+long is shown.  Once the stream has ended ("closed" at n samples; the run writes that number down before it uses it) all
+further visits are re-reads, drawn evenly.
 """
 from __future__ import annotations
 
