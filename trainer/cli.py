@@ -40,11 +40,10 @@ def status(settings: config.Status) -> None:
 def arms() -> None:
     """The arms, the question each asks, and the arm it is compared with."""
     from trainer.arms import ARMS
-    table = Table(show_lines=True)
-    for column in ("arm", "loss", "attention", "masked slots", "weights", "asks", "beside"):
-        table.add_column(column, no_wrap=column != "asks")
+    table = Table.grid(padding=(0, 2))
     for arm in ARMS.values():
-        table.add_row(arm.name, arm.loss, arm.attention, arm.corruption, arm.weights, arm.question, arm.beside)
+        table.add_row(arm.name, f"loss {arm.loss}, attention {arm.attention}, corruption {arm.corruption}, weights {arm.weights}")
+        table.add_row("", f"{arm.question} Compared with {arm.beside}.")
     Console().print(table)
 
 
