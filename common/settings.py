@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import typing
 from collections.abc import Callable
 from pathlib import Path
@@ -45,7 +46,6 @@ def as_command(settings: type, prefix: str, run: Callable[[Any], None]) -> Calla
 
 def state_home() -> Path:
     """$STATE_DIRECTORY under systemd, else $XDG_STATE_HOME, else ~/.local/state."""
-    import os
     if directory := os.environ.get("STATE_DIRECTORY"):
         return Path(directory.split(":")[0])
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state")
