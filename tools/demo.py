@@ -25,8 +25,8 @@ PROMPTS = Path(__file__).parents[1] / "producer" / "data" / "demo-prompts.jsonl"
 PLANS = {
     "embedded": {"serve": ["--batch", "64", "--max-new-tokens", "160", "--eval-prompts", "16", "--eval-new-tokens", "128"],
                  "run": ["--steps", "900", "--eval-every", "180"]},
-    "smollm2": {"serve": ["--batch", "32", "--max-new-tokens", "96", "--eval-prompts", "6", "--eval-new-tokens", "64"],
-                "run": ["--steps", "800", "--eval-every", "200", "--sequences", "2", "--anchors", "8", "--optimizer", "adamw", "--lr", "1.5e-3"]},
+    "smollm2": {"serve": ["--batch", "48", "--max-new-tokens", "96", "--eval-prompts", "4", "--eval-new-tokens", "48"],
+                "run": ["--steps", "320", "--eval-every", "80", "--sequences", "4", "--anchors", "12", "--replay", "5"]},
 }
 
 
