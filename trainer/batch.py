@@ -15,7 +15,7 @@ from torch import Tensor
 from common.capture import Capture
 from common.drafter import geometry
 from common.drafter.config import DrafterConfig
-from common.errors import CaptureError
+from common.errors import CaptureError, CorruptError, UserError
 if TYPE_CHECKING:
     from trainer.inbox import Inbox
 
@@ -105,7 +105,10 @@ class Samples:
             return self._kept[index]
         store = self._inbox.store
         seq = store.first + index
-        sample = store.sample(seq)
+        try:
+            sample = store.sample(seq)
+        except CorruptError as error:
+            raise UserError(f"{error}; it was put aside. Move the store away to receive the stream anew, while the producer has it") from None
         if sample.contract != self._contract:
             raise CaptureError(f"sample {seq} was captured under another contract ({sample.contract[:12]})")
         if index not in self._checked:

@@ -18,7 +18,7 @@ Kind = Literal["adamw", "muon"]
 class Run:
     arm: str = option("ce_causal", "The arm to train; hstrain arms lists them.")
     producer: str = option(ADDRESS, "Address of hsprod serve.")
-    seed: int = option(0, "Seed of the drafter's start and of anchors.", min=0)
+    seed: int = option(0, "Seed of the drafter's start and of anchors.", min=0, max=2 ** 31 - 1)
     steps: int | None = option(None, "Length of the run, in optimisation steps. Default: by the target's size (see docs).", min=1, show_default=False)
     tokens: int | None = option(None, "Length of the run in tokens trained on, re-reads included, instead of --steps; turned into "
                                 "steps with the first samples' mean length.", min=1, show_default=False)

@@ -19,7 +19,7 @@ from common.files import write_whole
 from protocol import codec
 from protocol.events import Cursor, LinkDown, LinkUp, Refused, ReportArrived, Welcome
 from protocol.keys import TrainerKeys
-from protocol.store import SampleStore, StoreLocked
+from protocol.store import SampleStore, StoreLocked, should_pause
 from protocol.trainer_link import TrainerLink
 from trainer.config import Run as Settings
 
@@ -45,7 +45,7 @@ class Inbox:
 
     def _connect(self, store: SampleStore) -> None:
         """A link to match: one that takes samples where the store may be written."""
-        self.store, self.receiving = store, not store.readonly
+        self.store, self.receiving, self._paused = store, not store.readonly, False
         name = self._settings.name if self.receiving else f"{self._settings.name}.{self._run_name}"
         self.link = TrainerLink(self._settings.producer, name, cursor=self._cursor, assets_dir=self._assets, on_welcome=self._welcomed,
                                 on_sample=self._sample if self.receiving else None, window=self._settings.credit * 1_000_000,
@@ -122,7 +122,7 @@ class Inbox:
                                 "Use another --state-dir for another stream, or start the producer as it was")
             found.append(item)
         if self.receiving:
-            self.link.pause(self.store.bytes_used >= self._settings.disk_budget * 1e9)
+            self._keep_budget()
             return found
         if now - self._refreshed > REFRESH_EVERY_S:
             self._refreshed = now
@@ -131,6 +131,14 @@ class Inbox:
             self._looked = now
             found += self._take_over()
         return found
+
+    def _keep_budget(self) -> None:
+        budget = int(self._settings.disk_budget * 1e9)
+        paused = should_pause(self.store.bytes_used, budget, self._paused)
+        if paused != self._paused:
+            log.warning("disk budget: receiving %s at %.3f of %.3f GB", "paused" if paused else "goes on", self.store.bytes_used / 1e9, budget / 1e9)
+            self.link.pause(paused)
+            self._paused = paused
 
     def _take_over(self) -> list[LinkDown]:
         """Become the receiver if there is none any more."""

@@ -7,7 +7,7 @@ import torch
 
 from common.capture import Capture, from_bf16, to_bf16
 from common.drafter import geometry
-from common.errors import CaptureError
+from common.errors import CaptureError, CorruptError, UserError
 from trainer.batch import Samples, bf16, check_probes, concat_taps, make_batch
 from tests.trainer.small import HIDDEN, MASK, TAPS, VOCAB, captures, config
 
@@ -83,6 +83,15 @@ def test_each_sample_is_checked_when_it_is_first_read():
     ids[1] = MASK
     with pytest.raises(CaptureError, match="sample 3: the mask token 23"):
         samples_of(Capture(**(vars(good) | {"ids": ids})), head)[0]
+
+
+def test_a_sample_that_is_corrupt_on_this_disk_ends_the_run_with_one_line():
+    def damaged(_seq: int):
+        raise CorruptError("000000000003.hs: planes: checksum differs")
+    samples = Samples(SimpleNamespace(store=SimpleNamespace(first=3, next=4, sample=damaged)), torch.zeros(VOCAB, HIDDEN), contract="c",
+                      mask_token_id=MASK)
+    with pytest.raises(UserError, match="000000000003.hs: planes: checksum differs; it was put aside"):
+        samples[0]
 
 
 def test_old_captures_leave_memory_and_come_again():
