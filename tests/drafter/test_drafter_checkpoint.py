@@ -164,13 +164,14 @@ def test_a_killed_save_does_not_hinder_the_next(folder):
 
 
 def test_everything_is_on_disk_before_the_name_is(folder, monkeypatch):
-    """fsync of each file and the folder comes before the rename."""
+    """fsync of each file and the folder comes before the older folder is put aside and the new one takes its name."""
     done = []
     monkeypatch.setattr(files.os, "fsync", lambda fd: done.append("fsync"))
     rename = Path.rename
-    monkeypatch.setattr(Path, "rename", lambda self, to: (done.append("rename"), rename(self, to))[1])
+    monkeypatch.setattr(Path, "rename", lambda self, to: (done.append(f"{self.name} -> {to.name}"), rename(self, to))[1])
     save(folder, drafter(1), RECORD)
-    assert done == ["fsync"] * 4 + ["rename", "fsync"]
+    name = folder.name
+    assert done == ["fsync"] * 4 + [f"{name} -> .{name}.old", f".{name}.tmp -> {name}", "fsync"]
 
 
 def test_an_unloadable_dtype_is_not_saved(tmp_path):
