@@ -57,3 +57,20 @@ def test_a_kill_of_each_end_loses_nothing_repeats_nothing_and_changes_no_bit(tmp
     assert checkpoints(calm / "runs" / folder.name) == checkpoints(folder)
     assert rows(calm / "runs" / folder.name) == rows(folder)
     assert producer.stop(signal.SIGINT) == 0, producer.text
+
+
+def test_a_producer_that_stands_still_is_noticed_and_followed_again(tmp_path, start):
+    """Pitfall D1: neither data's end nor a wait for ever; it is said within the link's limit, and goes on by itself."""
+    path, split = some_prompts(tmp_path)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    producer = start("hsprod", "serve", *SERVE, "--prompts", path, "--bind", address, "--state-dir", tmp_path / "p", log="p")
+    trainer = start("hstrain", "run", *RUN, "--producer", address, "--steps", 120, "--eval-every", 120, "--state-dir", tmp_path / "t", log="t")
+    trainer.until(lambda: len(stored(tmp_path / "t")) >= 8, "8 samples are here")
+    producer.process.send_signal(signal.SIGSTOP)
+    try:
+        trainer.says("nothing heard for")
+        assert len(stored(tmp_path / "t")) < len(split.train), "stopped too late to be in the middle"
+    finally:
+        producer.process.send_signal(signal.SIGCONT)
+    assert trainer.ended() == 0, trainer.text
+    assert stored(tmp_path / "t") == list(range(len(split.train)))
