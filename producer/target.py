@@ -18,14 +18,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedTokenizerFast
+from transformers import AutoConfig, DynamicCache, PreTrainedTokenizerFast
 from transformers.utils import logging as hf_logging
 
 from common import device as devices
 from common.capture import Capture, check_states
 from common.contract import ExtractionContract
 from common.errors import CaptureError, UserError
-from producer import embedded, identity, smollm2
+from producer import embedded, identity, smollm2, weights
 
 PROBES = 2              # rows a capture whose argmax the trainer repeats; picked among twice as many, for each costs a row of lm_head
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -221,9 +221,8 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
 def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: int | None = None) -> Target:
     """Find, read and check a target.  dtype auto: float32 on a CPU, bfloat16 on a GPU.  Raises UserError.
 
-    On a GPU that shares the host's memory (Strix Halo) files are read, not mapped: mapped pages would count beside the
-    device's copy, and a 67 GB model would not fit in 125 GB.  The module is then moved parameter by parameter, each
-    host copy freed as its device copy stands.  On a card of its own, mapped files and the same move.
+    Weights are read one by one into memory of their own (weights), then moved parameter by parameter, each host copy freed
+    as its device copy stands: on a GPU that shares the host's memory (Strix Halo) they exist once, and one weight twice.
     """
     folder = locate(name)
     where = devices.named(device)
@@ -231,12 +230,8 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
             "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     if kind is None:
         raise UserError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
-    shared = where.type == "cuda" and bool(torch.cuda.get_device_properties(where).is_integrated)
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
     tokenizer = read_tokenizer(folder)
-    model, info = AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True, disable_mmap=shared or None,
-                                                       output_loading_info=True)
-    if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
-        raise UserError(f"--target {name}: {folder} lacks {len(missing)} weights, {missing[0]} first; they would be random")
+    model = weights.read(folder, kind)
     return Target(name, model.to(where), tokenizer, mask_token=mask_token)
