@@ -18,7 +18,7 @@ from common.contract import ExtractionContract
 from common.drafter import checkpoint
 from common.errors import CorruptError, UserError
 from common.status import Board
-from producer import assets, evaluate, prompts as prompt_files
+from producer import assets, evaluate, prompts as prompt_files, selftest
 from producer.config import Serve
 from producer.production import Production
 from producer.schedule import Progress
@@ -44,6 +44,9 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     taps = parse_taps(settings.layers, layer_count(settings.target))
     split = read_prompts(settings)
     target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token)
+    health = selftest.check(target, taps)
+    health.require(target.name)
+    log.info("%s", health.line())
     contract = target.contract(taps, prompt_files.thinking_mode(target.tokenizer, settings.thinking))
     log.info("target %s: %s, taps %s, contract %s", target.name, target.dtype, ",".join(map(str, taps)), contract.hash[:12])
     folder = settings.state_dir / "streams" / contract.hash[:16]

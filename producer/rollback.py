@@ -121,6 +121,16 @@ class TargetCache:
         self._block = 0
         self.length += n
 
+    def states(self) -> dict[str, Tensor]:
+        """Everything held now, by layer and kind ("3 keys", "4 recurrent"): the tensors themselves, not copies."""
+        found = {}
+        for i, layer in enumerate(self._cache.layers):
+            if i in self._linear:
+                found |= {f"{i} conv": layer.conv_states[0], f"{i} recurrent": layer.recurrent_states[0]}
+            else:
+                found |= {f"{i} keys": layer.keys, f"{i} values": layer.values}
+        return found
+
     @contextlib.contextmanager
     def _held_back(self) -> Iterator[None]:
         """For one forward: linear layers staged, and hooks on the modules whose output the rule needs."""
