@@ -37,8 +37,3 @@ def ce(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 LOSSES = {"ce": ce}
-
-
-def weighted_mean(losses: Tensor, weights: Tensor) -> Tensor:
-    """sum(w loss) / sum(w) over supervised rows; 0 (with a gradient of 0) where there are none."""
-    return (weights * losses).sum() / weights.sum().clamp_min(1e-9)

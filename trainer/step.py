@@ -8,6 +8,7 @@ from common.drafter.model import Drafter
 from trainer import objectives
 from trainer.arms import Arm
 from trainer.batch import Batch
+from trainer.head import weighted_loss
 from trainer.optim import CLIP, Optimizer
 
 
@@ -19,11 +20,10 @@ def loss_and_hits(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batc
     b, n, size = batch.inputs.shape
     block = embedding[batch.inputs].to(drafter.fc.weight.dtype).flatten(1, 2)
     hidden = drafter(block, batch.anchors, batch.taps).unflatten(1, (n, size))
-    logits = hidden[batch.supervised] @ head.to(hidden.dtype).T
     labels, slots = batch.labels[batch.supervised], batch.supervised.nonzero()[:, 2]
-    weights = objectives.slot_weights(arm, size).to(logits.device)[slots]
-    loss = objectives.weighted_mean(objectives.LOSSES[arm.loss](logits, labels), weights)
-    return loss, logits.detach().argmax(-1) == labels, slots
+    weights = objectives.slot_weights(arm, size).to(hidden.device)[slots]
+    loss, hits = weighted_loss(hidden[batch.supervised], head, labels, weights, objectives.LOSSES[arm.loss])
+    return loss, hits, slots
 
 
 def train_step(drafter: Drafter, optimizer: Optimizer, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm,
