@@ -33,7 +33,8 @@ def write(folder: Path, millions: int) -> None:
     text = dict(vocab_size=320, hidden_size=HIDDEN, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
                 linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32, num_experts=EXPERTS,
                 num_experts_per_tok=2, moe_intermediate_size=width, shared_expert_intermediate_size=32, tie_word_embeddings=False)
-    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=HIDDEN, patch_size=4, num_position_embeddings=16)
+    vision = dict(depth=2, hidden_size=32, intermediate_size=48, num_heads=2, out_hidden_size=HIDDEN, patch_size=4,
+                  num_position_embeddings=16)
     config = Qwen3_5MoeConfig(text_config=text, vision_config=vision, tie_word_embeddings=False)
     with torch.device("meta"):
         shapes = {name: value.shape for name, value in Qwen3_5MoeForConditionalGeneration(config).state_dict().items()}
@@ -82,7 +83,8 @@ def measure(way: str, warm: Path, folder: Path, dtype: torch.dtype) -> dict:
     done.set()
     watcher.join()
     own = sum(p.nbytes for p in model.parameters())
-    return {"weights_MB": own / 1e6, "anonymous": (peak[0] - anonymous) / own, "resident": (status("VmHWM") - resident) / own, "seconds": seconds}
+    return {"weights_MB": own / 1e6, "anonymous": (peak[0] - anonymous) / own, "resident": (status("VmHWM") - resident) / own,
+            "seconds": seconds}
 
 
 def main() -> None:
@@ -104,8 +106,8 @@ def main() -> None:
         for way in WAYS:
             command = [sys.executable, __file__, "--dtype", args.dtype, "--one", way, str(warm), str(folder)]
             row = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            print(f"{way:27} {row['weights_MB']:7.0f} MB of weights in {row['seconds']:5.1f} s; loaded and moved, peak of anonymous memory {row['anonymous']:.2f}, "
-                  f"resident {row['resident']:.2f} copies")
+            print(f"{way:27} {row['weights_MB']:5.0f} MB of weights in {row['seconds']:4.1f} s; loaded and moved, peak of anonymous memory "
+                  f"{row['anonymous']:.2f}, resident {row['resident']:.2f} copies", flush=True)
 
 
 if __name__ == "__main__":

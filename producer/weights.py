@@ -26,13 +26,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from common.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
-          "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+          "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn,
+          "F8_E5M2": torch.float8_e5m2}
 LONGEST_HEADER = 100_000_000             # bytes; the format's own limit
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 
 
 def read(folder: Path, dtype: torch.dtype) -> nn.Module:
-    """The text model of a checkpoint folder, on the CPU, in its own memory: one copy of the weights, and while reading one layer's more.
+    """The text model of a checkpoint folder, on the CPU, in its own memory: one copy of the weights, and while it is read one more
+    of the weight in hand (of a layer's experts, where they lie one by one and are stacked).
 
     Raises UserError, naming the first weight: one that is missing, that the model does not know, or of another shape; a
     file that is missing or damaged.
@@ -46,7 +48,7 @@ def read(folder: Path, dtype: torch.dtype) -> nn.Module:
     found = {name: weight for file, names in files.items() for name, weight in chosen(folder / file, names).items()}
     try:
         model, info = type(empty).from_pretrained(None, config=empty.config, state_dict=found, dtype=dtype, output_loading_info=True,
-                                                 ignore_mismatched_sizes=True)                # they come back by name, and are refused below
+                                                 ignore_mismatched_sizes=True)               # refused below, by name
     except RuntimeError as error:
         raise UserError(f"{folder}: {' '.join(str(error).split())}") from None
     if missing := sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"])):
@@ -60,7 +62,7 @@ def read(folder: Path, dtype: torch.dtype) -> nn.Module:
 
 
 def placed(folder: Path) -> dict[str, str]:
-    """Every weight's name in the files -> the file that holds it, by the index where there is one (what else lies in the folder is not looked at)."""
+    """Every weight's name in the files -> the file that holds it; by the index, where there is one, and by nothing else."""
     if (folder / INDEX).is_file():
         try:
             return dict(json.loads((folder / INDEX).read_text())["weight_map"])
@@ -133,7 +135,8 @@ def contents(path: Path) -> dict[str, Weight]:
                 raise ValueError("its header is longer than the file")
             header = json.loads(file.read(length))
         header.pop("__metadata__", None)
-        held = {name: Weight(path, 8 + length + at["data_offsets"][0], DTYPES[at["dtype"]], tuple(at["shape"])) for name, at in header.items()}
+        held = {name: Weight(path, 8 + length + at["data_offsets"][0], DTYPES[at["dtype"]], tuple(at["shape"]))
+                for name, at in header.items()}
         ends = [8 + length + at["data_offsets"][1] for at in header.values()]
         if any(weight.begin + weight.nbytes != end for weight, end in zip(held.values(), ends)) or max(ends) != path.stat().st_size:
             raise ValueError("its header does not fit its size")

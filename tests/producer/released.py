@@ -44,8 +44,9 @@ def weights(whole: Qwen3_5MoeForConditionalGeneration, layout: str, scratch: Pat
         found = load_file(scratch / "model.safetensors")
     found = dict(sorted(found.items(), key=lambda item: item[0].startswith("model.visual.")))
     generator = torch.Generator().manual_seed(2)
-    mtp = {"mtp.fc.weight": (64, 128), "mtp.layers.0.mlp.experts.gate_up_proj": (8, 64, 64), "mtp.layers.0.mlp.experts.0.gate_proj.weight": (32, 64),
-           "mtp.layers.0.self_attn.q_proj.weight": (256, 64), "mtp.norm.weight": (64,)}
+    mtp = {"mtp.fc.weight": (64, 128), "mtp.layers.0.mlp.experts.gate_up_proj": (8, 64, 64),
+           "mtp.layers.0.mlp.experts.0.gate_proj.weight": (32, 64), "mtp.layers.0.self_attn.q_proj.weight": (256, 64),
+           "mtp.norm.weight": (64,)}
     return found | {name: torch.randn(shape, generator=generator).to(whole.dtype) for name, shape in mtp.items()}
 
 
