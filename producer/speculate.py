@@ -4,11 +4,13 @@
     x_a, d_1 .. d_{v-1}  --target-->  o_1 .. o_v             o_i: what the target says after slot i-1
     keep d_1 .. d_n = o_1 .. o_n, then o_{n+1}; the target keeps the state of x_a, d_1 .. d_n, and the drafter their taps
 
-Greedy, one text at a time; `plain` is the same loop without a drafter, and what every figure is compared with.  Both run
-on Target.forward.  One wait for the device a block: the draft and the target's answer come to the host together."""
+One text at a time; `plain` is the same loop without a drafter, and what every figure is compared with.  Greedy, the text is
+plain decoding's; at a temperature its distribution is (sampling.verdict), though one seed's text depends on the drafter.
+Both run on Target.forward.  One wait for the device a block: the count of standing drafts and the tokens come together."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -16,11 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from common.drafter.acceptance import accepted_prefix, block_slots, committed
+from common.drafter.acceptance import block_slots, committed
 from common.drafter.cache import ContextCache
 from common.drafter.model import Drafter
 from producer.rollback import TargetCache
+from producer.sampling import GREEDY, Sampler, Sampling
 from producer.target import Target
+
+OnTokens = Callable[[list[int]], None]          # told of new tokens as they stand, the first ones right after the prefill
 
 
 @dataclass(frozen=True)
@@ -50,7 +55,7 @@ class Decoded:
     accepted leaves the target's own token out, and the first token comes from the prefill, so sum(accepted + 1) ==
     len(tokens) - 1: a block that the text's end cuts counts what it added, less one.
     seconds of each part: prefill; then draft (the drafter's context included), verify and commit (judging included), or
-    step.  On a GPU they are the device's own times, measured without waiting for it."""
+    step.  On a GPU they are the device's own times, measured without waiting for it.  What on_tokens takes is in commit (step)."""
 
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)
@@ -69,17 +74,21 @@ class Proposer(Protocol):
     def extend(self, taps: Tensor) -> None:
         """taps [K, 1, n, H] of the next n committed tokens."""
 
-    def propose(self, last: Tensor, slots: int) -> Tensor:
-        """last [1] int64, the token that follows the context -> up to slots - 1 tokens [<slots] int64 that may follow it."""
+    def propose(self, last: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
+        """last [1] int64, the token that follows the context -> n < slots tokens [n] int64 that may follow it, and the
+        distributions [n, V] float64 that they were drawn from; None: picked, not drawn.  Distributions that are not true
+        change the text's own."""
 
 
 class Network:
-    """A trained drafter as the loop sees it: its context cache, the target's embedding and head, greedy drafts."""
+    """A trained drafter as the loop sees it: its context cache, the target's embedding and head, and how it picks tokens.
 
-    def __init__(self, drafter: Drafter, target: Target, capacity: int) -> None:
-        """capacity: tokens to make room for at once."""
+    All slots are drafted at once, so each is drawn from its own distribution without regard to those before it."""
+
+    def __init__(self, drafter: Drafter, target: Target, capacity: int, sampler: Sampler | None = None) -> None:
+        """capacity: tokens to make room for at once.  sampler: None: greedy drafts, which go with any sampling of the target."""
         weight = drafter.fc.weight
-        self._drafter, self._target = drafter, target
+        self._drafter, self._target, self._sampler = drafter, target, sampler or Sampler(GREEDY)
         self._cache = ContextCache(drafter.config, min(capacity, drafter.config.max_position_embeddings), weight.device, weight.dtype)
         mask = torch.tensor([drafter.config.mask_token_id], device=target.device)
         self._masks = F.embedding(mask, target.embedding).expand(drafter.config.block_size - 1, -1)
@@ -87,65 +96,75 @@ class Network:
     def extend(self, taps: Tensor) -> None:
         self._drafter.extend(self._cache, taps[:, 0].transpose(0, 1).flatten(1))
 
-    def propose(self, last: Tensor, slots: int) -> Tensor:
+    def propose(self, last: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
         if slots == 1:
-            return last[:0]
+            return last[:0], None
         block = torch.cat([F.embedding(last, self._target.embedding), self._masks[:slots - 1]])
-        return self._target.logits(self._drafter.draft(self._cache, block)[1:].to(self._target.dtype)).argmax(-1)
+        return self._sampler.choose(self._target.logits(self._drafter.draft(self._cache, block)[1:].to(self._target.dtype)))
 
 
-def speculate(target: Target, drafter: Drafter, ids: list[int], limit: Limit, *, block_size: int | None = None,
-              rule: str = "fold") -> Decoded:
-    """Decode with a drafter, reading the taps it was trained on.  block_size: slots a block, the drafter's own where None."""
-    proposer = Network(drafter, target, len(ids) + limit.max_new_tokens)
-    return decode(target, proposer, drafter.config.taps, ids, limit, block_size or drafter.config.block_size, rule=rule)
+def speculate(target: Target, drafter: Drafter, ids: list[int], limit: Limit, *, block_size: int | None = None, rule: str = "fold",
+              chunk: int | None = None, sampling: Sampling = GREEDY, key: str = "", on_tokens: OnTokens | None = None) -> Decoded:
+    """Decode with a drafter, reading the taps it was trained on; drafts are sampled as the target is.
+
+    block_size: slots a block, the drafter's own where None.  key: of the text's randomness; drafts have their own beside it.
+    """
+    proposer = Network(drafter, target, len(ids) + limit.max_new_tokens, Sampler(sampling, f"{key}:draft"))
+    return decode(target, proposer, drafter.config.taps, ids, limit, block_size or drafter.config.block_size, rule=rule, chunk=chunk,
+                  sampler=Sampler(sampling, key), on_tokens=on_tokens)
 
 
 @torch.inference_mode()
-def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[int], limit: Limit, block_size: int, *,
-           rule: str = "fold", chunk: int | None = None) -> Decoded:
-    """The loop.  ids: the prompt, not empty.  chunk: tokens of the prompt run at a time; None: all at once."""
+def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[int], limit: Limit, block_size: int, *, rule: str = "fold",
+           chunk: int | None = None, sampler: Sampler | None = None, on_tokens: OnTokens | None = None) -> Decoded:
+    """The loop.  ids: the prompt, not empty.  chunk: tokens of the prompt run at a time; None: all at once.  sampler: None: greedy."""
     _check(ids, block_size)
-    cache, laps = TargetCache(target, rule), Laps(target.device)
+    cache, laps, sampler, on_tokens = TargetCache(target, rule), Laps(target.device), sampler or Sampler(GREEDY), on_tokens or _nobody
     for piece in torch.tensor([ids], device=target.device).split(chunk or len(ids), 1):
         out = cache.prefill(piece, taps)
         proposer.extend(out.taps)
-    last = out.logits[0, -1].argmax(-1, keepdim=True)
+    last, _ = sampler.choose(out.logits[:, -1])
     tokens, accepted, offered = last.tolist(), [], []
     laps.lap("prefill")
+    on_tokens(tokens[:])
     while remaining := limit.remaining(tokens):
-        draft = proposer.propose(last, block_slots(block_size, remaining))
+        draft, q = proposer.propose(last, block_slots(block_size, remaining))
         laps.lap("draft")
         seen = cache.verify(torch.cat([last, draft])[None], taps)
-        own = seen.logits[0].argmax(-1)                              # row i: what follows slot i
+        said = sampler.judge(seen.logits[0], draft, q)
         laps.lap("verify")
-        guess, truth = torch.cat([draft, own]).cpu().split([len(draft), len(own)])     # the one wait
-        agreed = accepted_prefix(guess, truth)
-        new = limit.cut(truth[:committed(agreed, remaining)].tolist())              # agreeing drafts are the truth's own rows
+        agreed, *own = said.tolist()                                 # the one wait
+        new = limit.cut(own[:committed(agreed, remaining)])
         tokens += new
         accepted.append(len(new) - 1)
         offered.append(len(draft))
+        on_tokens(new)
         if limit.remaining(tokens):
-            cache.commit(agreed + 1)                                 # the anchor and the agreeing drafts
+            cache.commit(agreed + 1)                                 # the anchor and the drafts that stand
             laps.lap("commit")
             proposer.extend(seen.taps[:, :, :agreed + 1])
-            last = own[agreed:agreed + 1]
+            last = said[1 + agreed:2 + agreed]
     laps.lap("commit")
     return Decoded(tokens, accepted, offered, laps.seconds("prefill", "draft", "verify", "commit"))
 
 
 @torch.inference_mode()
-def plain(target: Target, ids: list[int], limit: Limit) -> Decoded:
+def plain(target: Target, ids: list[int], limit: Limit, *, chunk: int | None = None, sampling: Sampling = GREEDY, key: str = "",
+          on_tokens: OnTokens | None = None) -> Decoded:
     """One token a forward, on the library's own cache: the text and the time to compare with."""
     _check(ids, 1)
-    cache, laps = target.new_cache(), Laps(target.device)
-    last = target.forward(torch.tensor([ids], device=target.device), cache=cache).logits[:, -1].argmax(-1)
+    cache, laps, sampler, on_tokens = target.new_cache(), Laps(target.device), Sampler(sampling, key), on_tokens or _nobody
+    for piece in torch.tensor([ids], device=target.device).split(chunk or len(ids), 1):
+        out = target.forward(piece, cache=cache)
+    last, _ = sampler.choose(out.logits[:, -1])
     tokens = last.tolist()
     laps.lap("prefill")
+    on_tokens(tokens[:])
     while limit.remaining(tokens):
-        last = target.forward(last[None], cache=cache).logits[:, -1].argmax(-1)
+        last, _ = sampler.choose(target.forward(last[None], cache=cache).logits[:, -1])
         laps.lap("step")
         tokens += last.tolist()
+        on_tokens(tokens[-1:])
     return Decoded(tokens, seconds=laps.seconds("prefill", "step"))
 
 
@@ -161,6 +180,10 @@ def margin(target: Target, ids: list[int]) -> float:
     """How much the target prefers its first choice after ids to its second, in logits: what rounding had to overcome."""
     top = target.forward(torch.tensor([ids], device=target.device)).logits[0, -1].float().topk(2).values
     return float(top[0] - top[1])
+
+
+def _nobody(_new: list[int]) -> None:
+    """Nobody is waiting for the tokens."""
 
 
 def _check(ids: list[int], block_size: int) -> None:

@@ -23,13 +23,13 @@ def agreeing(draft: Tensor, truth: Tensor) -> Tensor:
     return (draft == truth).long().cumprod(-1).sum(-1)
 
 
-def accepted_prefix(draft: Tensor, target_argmax: Tensor) -> int:
-    """draft (v-1,) and the target's argmax over the block (v,) -> draft tokens to keep, 0..v-1.
+def accepted_prefix(draft: Tensor, target_argmax: Tensor) -> Tensor:
+    """draft (v-1,) and the target's argmax over the block (v,) -> draft tokens to keep, () int64, 0..v-1, on their device.
 
     Row i of the argmax says what follows slot i, so it judges draft i; the row at the result is the target's own token."""
     if target_argmax.shape != (len(draft) + 1,):
         raise ValueError(f"{len(draft)} draft tokens need {len(draft) + 1} rows of argmax, got {tuple(target_argmax.shape)}")
-    return int(agreeing(draft, target_argmax[:-1]))
+    return agreeing(draft, target_argmax[:-1])
 
 
 def block_slots(block_size: int, remaining: int) -> int:

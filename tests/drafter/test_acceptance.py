@@ -86,7 +86,7 @@ def real_loop(drafter, table, head, ids, taps, start, limit) -> list[int]:
         block = table[torch.tensor([int(ids[start])] + [0] * (v - 1))]
         argmax = torch.cat([ids[start + 1:start + v], torch.full((max(0, start + v - len(ids)),), -1), torch.tensor([-1])])
         draft = (drafter.draft(cache, block) @ head.T).argmax(-1)[1:]
-        hop = acc.committed(acc.accepted_prefix(draft, argmax), len(ids) - 1 - start)
+        hop = acc.committed(int(acc.accepted_prefix(draft, argmax)), len(ids) - 1 - start)
         counts.append(hop - 1)
         start += hop
     return counts

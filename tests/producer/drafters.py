@@ -35,7 +35,7 @@ class Scheduled:
         draft = (self.text + [self.wrong] * slots)[anchor + 1:anchor + min(slots, size)]
         if keep < len(draft):
             draft[keep] = self.wrong if draft[keep] != self.wrong else self.wrong + 1
-        return torch.tensor(draft, dtype=torch.long)
+        return torch.tensor(draft, dtype=torch.long), None
 
 
 class Random:
@@ -49,7 +49,7 @@ class Random:
 
     def propose(self, last, slots):
         count = int(torch.randint(0, slots, (), generator=self.generator)) if slots > 1 else 0
-        return torch.randint(0, self.vocab, (count,), generator=self.generator)
+        return torch.randint(0, self.vocab, (count,), generator=self.generator), None
 
 
 def prompts(lengths: tuple[int, ...], seed: int = 0) -> list[list[int]]:
