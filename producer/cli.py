@@ -23,6 +23,12 @@ def serve(settings: config.Serve) -> None:
     daemon.serve(settings, stop)
 
 
+def generate(settings: config.Generate) -> None:
+    """Answer a prompt, printing as it is decoded; with a drafter, faster and the same."""
+    from producer import writing
+    writing.run(settings)
+
+
 def status(settings: config.Status) -> None:
     """What this box's producer is doing."""
     from common import status as screen
@@ -44,6 +50,7 @@ def allow(settings: config.Allow) -> None:
 app.command("keygen")(as_command(config.Keys, "HSPROD", keygen))
 app.command("allow")(as_command(config.Allow, "HSPROD", allow))
 app.command("serve")(as_command(config.Serve, "HSPROD", serve))
+app.command("generate")(as_command(config.Generate, "HSPROD", generate))
 app.command("status")(as_command(config.Status, "HSPROD", status))
 
 

@@ -14,20 +14,41 @@ Mode = Literal["generate", "prefill"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Serve:
-    layers: str = option("auto", "Taps: the target layers to capture, counted from 0, e.g. 1,6,11,16; auto or auto:8 for the uniform rule.")
+class Answers:
+    """What answers are made of: the target, where it runs and how it chooses."""
+
     target: str = option("Qwen/Qwen3.6-35B-A3B", "The target: a folder, a hub id in the local cache, 'embedded' or 'smollm2'.")
-    bind: str = option(ADDRESS, "Address to listen on for trainers. Off loopback it needs keys, or --insecure.")
-    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages', an 'answer' if --mode prefill. Default: the shipped prompts.")
-    mode: Mode = option("generate", "Let the target answer the prompts, or run it over the given answers (prefill).")
-    passes: int = option(1, "How often to go through the prompts; more than one makes sense at a temperature above 0.", min=1)
     temperature: float = option(0.0, "Sampling temperature of the answers; 0 is greedy.", min=0.0)
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.", min=0)
     top_p: float = option(1.0, "Sample among the likeliest tokens of this joint probability.", min=0.0, max=1.0)
     seed: int = option(0, "Seed of sampled answers.")
-    thinking: bool | None = option(None, "The chat template's thinking switch, where it has one; recorded in the contract. "
+    thinking: bool | None = option(None, "The chat template's thinking switch, where it has one; part of the contract. "
                                    "Default: the template's own.", show_default=False)
     max_new_tokens: int = option(1024, "Longest answer, in tokens.", min=1)
+    device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
+    dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
+    threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generate(Answers):
+    prompt: str | None = argument("The prompt's text: one turn of the user.", None)
+    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages', instead of one prompt; - reads standard input.")
+    drafter: Path | None = option(None, "Folder of a drafter: a checkpoint of ours or a released one. Default: plain decoding.")
+    force: bool = option(False, "Use a drafter that was trained under another contract; the text is the target's all the same.")
+    block_size: int = option(0, "Slots a block, the known token's included; 0: the drafter's own.", min=0)
+    prefill_chunk: int = option(0, "Tokens of the prompt run at a time; 0: all at once.", min=0)
+    stats: bool = option(True, "Say after each text, on standard error, how fast it came.")
+    compare: bool = option(False, "Decode plainly, too, and say whether the texts are identical, and how much faster this came. Greedy only.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Serve(Answers):
+    layers: str = option("auto", "Taps: the target layers to capture, counted from 0, e.g. 1,6,11,16; auto or auto:8 for the uniform rule.")
+    bind: str = option(ADDRESS, "Address to listen on for trainers. Off loopback it needs keys, or --insecure.")
+    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages', an 'answer' if --mode prefill. Default: the shipped prompts.")
+    mode: Mode = option("generate", "Let the target answer the prompts, or run it over the given answers (prefill).")
+    passes: int = option(1, "How often to go through the prompts; more than one makes sense at a temperature above 0.", min=1)
     max_tokens: int = option(4096, "Longest sequence that is captured, prompt included, in tokens; longer ones are counted and left out.", min=8)
     batch: int = option(16, "Prompts answered together. Captures are computed one by one, so this cannot change them.", min=1)
     mask_token: int | None = option(None, "Id of the drafter's mask token. Default: first embedding row that the tokenizer does not use.",
@@ -35,9 +56,6 @@ class Serve:
     held_out: float = option(0.1, "Share of the prompts, by hash, that is never streamed and measures acceptance.", min=0.0, max=0.9)
     eval_prompts: int = option(16, "Held-out prompts decoded for each checkpoint.", min=1)
     eval_new_tokens: int = option(128, "Tokens decoded for each of them at most.", min=2)
-    device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
-    dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
-    threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
     state_dir: Path = option(state_home() / "hsprod", "Folder for streams, assets and keys.")
     disk_budget: float = option(50.0, "GB on disk for samples that trainers still need; production pauses when it is full.", min=0.001)
     insecure: bool = option(False, "Listen off loopback without keys: anyone on that network can read the stream.")

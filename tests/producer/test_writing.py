@@ -1,0 +1,181 @@
+"""`hsprod generate`: whole characters only, the same text either way, and a drafter of something else refused by name."""
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import tiny
+import torch
+from drafters import TAPS, prompts, trained
+from hypothesis import given, settings, strategies as st
+from typer.testing import CliRunner
+
+from common.drafter import checkpoint
+from common.drafter.config import shape_for
+from common.drafter.model import Drafter
+from common.errors import UserError
+from producer import cli, writing
+from producer.config import Generate
+from producer.prompts import Prompt, render
+from producer.sampling import Sampling
+from producer.speculate import Limit, plain
+from producer.writing import TextStream, UNFINISHED
+
+TOK = tiny.tokenizer()
+
+
+def decode(ids: list[int]) -> str:
+    return TOK.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+@given(st.text(max_size=12), st.lists(st.integers(1, 5), min_size=1, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_pieces_join_to_the_text_and_hold_no_half_characters(text, sizes):
+    text = text.replace(UNFINISHED, "")
+    ids, stream, pieces, at = TOK(text, add_special_tokens=False).input_ids, TextStream(decode), [], 0
+    while at < len(ids):
+        size = sizes[len(pieces) % len(sizes)]
+        pieces.append(stream.feed(ids[at:at + size]))
+        at += size
+        whole = decode(ids[:at]).rstrip(UNFINISHED)
+        assert "".join(pieces) == whole                              # nothing that is whole is kept back
+    assert not any(UNFINISHED in piece for piece in pieces)
+    assert "".join(pieces) + stream.flush() == text
+
+
+@given(st.lists(st.integers(0, len(TOK) - 1), max_size=30), st.integers(1, 4))
+@settings(max_examples=200, deadline=None)
+def test_any_tokens_at_all(ids, size):
+    """Bytes that are no text, special tokens: what was given out stays true, and in the end all of it is."""
+    stream, given_out = TextStream(decode), ""
+    for at in range(0, len(ids), size):
+        given_out += stream.feed(ids[at:at + size])
+        assert decode(ids[:at + size]).startswith(given_out)
+    assert given_out + stream.flush() == decode(ids)
+
+
+def test_a_long_text_is_not_decoded_over_and_over():
+    seen = []
+    stream = TextStream(lambda ids: seen.append(len(ids)) or decode(ids))
+    ids = TOK("the user asks 🙂, the assistant answers. " * 40, add_special_tokens=False).input_ids
+    assert "".join(stream.feed([token]) for token in ids) == decode(ids) and max(seen) < 12
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny.dense(layers=8, template=tiny.CHATML)
+
+
+@pytest.fixture(scope="module")
+def folder(target, tmp_path_factory):
+    """A drafter that is right now and then, saved with this target's contract."""
+    asked = [render(target.tokenizer, Prompt(({"role": "user", "content": "hello"},)), None)] + prompts((20,), seed=5)
+    path = tmp_path_factory.mktemp("d") / "step-1"
+    record = {"contract": target.contract(TAPS, None).hash, "target": target.name}
+    checkpoint.save(path, trained(target, asked, 40, steps=40), record, torch.float32)
+    return path
+
+
+@pytest.fixture
+def hsprod(target, monkeypatch):
+    monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
+    return lambda *args, **kwargs: CliRunner().invoke(cli.app, ["generate", *map(str, args)], **kwargs)
+
+
+def said(target, text: str, new: int) -> str:
+    ids = render(target.tokenizer, Prompt(({"role": "user", "content": text},)), None)
+    return target.tokenizer.decode(plain(target, ids, Limit(new, target.eos_ids)).tokens, skip_special_tokens=True)
+
+
+def test_the_command_prints_the_targets_text_with_a_drafter_and_without(hsprod, target, folder):
+    bare = hsprod("hello", "--max-new-tokens", 40)
+    spec = hsprod("hello", "--max-new-tokens", 40, "--drafter", folder, "--compare", "--prefill-chunk", 3)
+    assert bare.exit_code == spec.exit_code == 0, (bare.output, spec.output)
+    assert bare.stdout == spec.stdout == said(target, "hello", 40) + "\n"
+    assert "tokens/s" in bare.stderr and "tau" not in bare.stderr
+    assert "texts identical" in spec.stderr and "tau" in spec.stderr and "drafts accepted" in spec.stderr
+    assert hsprod("hello", "--max-new-tokens", 9, "--no-stats").stderr == ""
+
+
+def test_prompts_from_a_file_in_its_order(hsprod, target, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text('{"prompt": "hello"}\n{"prompt": "f2(x)"}\n')
+    got = hsprod("--prompts", file, "--max-new-tokens", 12)
+    assert got.stdout == said(target, "hello", 12) + "\n" + said(target, "f2(x)", 12) + "\n"
+    assert got.stderr.startswith("[1/2] ") and "\n[2/2] " in got.stderr
+
+
+def test_a_seed_is_a_text(hsprod, folder):
+    def text(seed, *more):
+        return hsprod("hello", "--temperature", 1.5, "--seed", seed, "--max-new-tokens", 30, *more).stdout
+    assert text(1) == text(1) != text(2)
+    assert text(1, "--drafter", folder) == text(1, "--drafter", folder) != text(2, "--drafter", folder)
+
+
+def test_compare_names_the_place_and_the_margin(target):
+    writer = writing.Writer(target, None, Limit(10), Sampling(), None, None)
+    ids = prompts((9,))[0]
+    decoded = writer.decode(ids, "")
+    assert "texts identical, " in writer.compare(ids, decoded)
+    other = dataclasses.replace(decoded, tokens=[*decoded.tokens[:4], decoded.tokens[4] + 1, *decoded.tokens[5:]])
+    assert "texts other from new token 4 on, where the target's first choice led by " in writer.compare(ids, other)
+
+
+@pytest.mark.parametrize("args, says", [
+    ((), "either a prompt or --prompts"), (("a", "--prompts", "x"), "either a prompt or --prompts"),
+    (("a", "--compare"), "give --drafter"), (("a", "--block-size", 4), "give --drafter"),
+    (("a", "--drafter", "x", "--compare", "--temperature", 1), "--temperature 0"),
+    (("a", "--drafter", "/nowhere"), "/nowhere"), (("--prompts", "/nowhere"), "/nowhere")])
+def test_mistakes_are_one_line(hsprod, args, says):
+    got = hsprod(*args)
+    assert isinstance(got.exception, UserError) and says in str(got.exception) and "\n" not in str(got.exception)
+    assert got.stdout == ""
+
+
+def settings_for(folder, **more) -> Generate:
+    return Generate(prompt="a", drafter=folder, **more)
+
+
+def test_another_contract_is_refused_and_can_be_forced(target, folder, tmp_path, capsys):
+    path = tmp_path / "other"
+    drafter, _, record = checkpoint.load(folder, "cpu", torch.float32)
+    checkpoint.save(path, drafter, record | {"contract": "f" * 64, "target": "somebody's"}, torch.float32)
+    with pytest.raises(UserError, match="target somebody's, here tiny-dense; contract ffffffffffff, here .*--force"):
+        writing.load_drafter(settings_for(path), target, None)
+    writing.load_drafter(settings_for(path, force=True), target, None)
+    assert "contract ffffffffffff" in capsys.readouterr().err
+    with pytest.raises(UserError, match="contract"):
+        writing.load_drafter(settings_for(folder), target, True)      # another thinking mode is another contract
+    writing.load_drafter(settings_for(folder), target, None)
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("change, says", [(dict(n_layers=9), "layers 9, tiny-dense has 8"), (dict(hidden_size=128), "hidden size 128"),
+                                          (dict(vocab_size=99), "vocabulary 99")])
+def test_a_drafter_of_another_shape_is_refused_even_by_force(target, tmp_path, change, says):
+    shape = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers) | change
+    checkpoint.save(tmp_path / "d", Drafter(shape_for(**shape, taps=TAPS, mask_token_id=2, attention="mixed"),
+                                            torch.Generator().manual_seed(0)), {"contract": "f"}, torch.float32)
+    with pytest.raises(UserError, match=says):
+        writing.load_drafter(settings_for(tmp_path / "d", force=True), target, None)
+
+
+def test_a_released_folder_has_no_record_and_that_is_said(target, folder, tmp_path, capsys):
+    drafter, config, _ = checkpoint.load(folder, "cpu", torch.float32)
+    checkpoint.save(tmp_path / "d", drafter, {}, torch.float32)
+    (tmp_path / "d" / checkpoint.RECORD).unlink()
+    writing.load_drafter(settings_for(tmp_path / "d"), target, None)
+    assert "nothing vouches" in capsys.readouterr().err
+    with pytest.raises(UserError, match=f"have {config.block_size} slots"):
+        writing.load_drafter(settings_for(folder, block_size=config.block_size + 1), target, None)
+    (tmp_path / "d" / checkpoint.CONFIG).write_text(json.dumps({}))
+    with pytest.raises(UserError, match="drafter config"):
+        writing.load_drafter(settings_for(tmp_path / "d"), target, None)
+
+
+def test_a_text_beyond_the_drafters_positions_is_refused_before_it_begins(target, folder):
+    drafter, config, _ = checkpoint.load(folder, "cpu", torch.float32)
+    writer = writing.Writer(target, drafter, Limit(config.max_position_embeddings), Sampling(), None, None)
+    with pytest.raises(UserError, match="lower --max-new-tokens"):
+        writer.decode([5], "")
