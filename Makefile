@@ -18,7 +18,7 @@ test: $(READY)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt -e '.[bench]'
-	for script in codec rollback stream; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in codec rollback stream load; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 $(READY): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)

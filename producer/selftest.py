@@ -5,14 +5,15 @@ checkpoint may break it, and every acceptance figure and every lossless claim wi
 measure it on the loaded target (`measure`), and `judge` holds the numbers against bounds, each with its reason:
 
     forward   the whole text at once against one token at a time: the target's own noise between shapes of one forward.
-              A kernel that forgets the cached state shows here (S2, R5); rounding stays a small share of the logits.
+              Rounding stays a small share of the logits; a one-token kernel of another mind does not (R5).
     block     a verified block against single steps: at most four times that noise, for it is the same kind of difference.
+              A multi-token forward that forgets the cached state shows here (S2).
     taps      the same of the hidden states, as a share of each tap's largest value.
     held      a verify alone changes no bit of a linear layer's state: exact, on every device.
     crop      an attention layer keeps exactly the rows it had: exact.
     suffix    two blocks, alike as far as they are kept: equal states and next logits.  Exact on a CPU, with experts one by one
-              (in grouped kernels the other tokens change a group's size, and so its rounding); rounding elsewhere, for
-              no GPU library promises that a row does not depend on the others.
+              (in grouped kernels the other tokens change a group's size, and so its rounding); elsewhere within the
+              share of `forward`, for no GPU library promises that a row does not depend on the others.
     fold      the fast rollback against its plain twin, replay, which projects the kept tokens anew: rounding.
     after     what follows a rollback against single steps: as block.
 
@@ -98,7 +99,6 @@ class SelfTest:
 def judge(m: Measured) -> tuple[Check, ...]:
     """Numbers -> verdicts.  Pure."""
     rounding = 4 * max(m.noise, torch.finfo(m.dtype).eps * m.largest)       # one step of the dtype: noise may happen to be nil
-    state = STATE[m.dtype]
     checks = [
         Check("forward", m.noise / m.largest, OWN_NOISE[m.dtype], "one token at a time gives other logits than the whole text"),
         Check("block", m.block, rounding, "a verified block gives other logits than single steps"),
@@ -106,8 +106,8 @@ def judge(m: Measured) -> tuple[Check, ...]:
         Check("taps", m.taps, OWN_NOISE[m.dtype], "a verified block gives other hidden states than single steps"),
         Check("held", 0.0 if m.held else 1.0, 0.0, "a verify changes the state before it is committed"),
         Check("crop", 0.0 if m.crop else 1.0, 0.0, "an attention layer does not keep exactly the accepted rows"),
-        Check("fold", 0.0 if m.fold is None else m.fold, state, "the fast rollback is not the layers' own"),
-        Check("suffix", m.suffix, 0.0 if m.exact else state, "rejected tokens leave a trace"),
+        Check("fold", 0.0 if m.fold is None else m.fold, STATE[m.dtype], "the fast rollback is not the layers' own"),
+        Check("suffix", m.suffix, 0.0 if m.exact else OWN_NOISE[m.dtype], "rejected tokens leave a trace"),
         Check("after", m.after, rounding, "after a rollback the target goes on otherwise than plain decoding")]
     return tuple(checks)
 
