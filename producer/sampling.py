@@ -65,7 +65,7 @@ def uniforms(count: int, generator: torch.Generator) -> Tensor:
 def draw(weights: Tensor, uniform: Tensor) -> Tensor:
     """weights [..., V] float64, none negative, not all 0; uniform [...] in [0, 1) -> ids [...] int64, none of weight 0."""
     total = weights.cumsum(-1)
-    return torch.searchsorted(total, uniform.to(total)[..., None] * total[..., -1:], right=True)[..., 0]     # first whose sum exceeds it
+    return torch.searchsorted(total, uniform.to(total)[..., None] * total[..., -1:], right=True)[..., 0]   # first sum above it
 
 
 def choose(logits: Tensor, sampling: Sampling, generators: list[torch.Generator]) -> Tensor:

@@ -103,23 +103,24 @@ class Network:
         return self._sampler.choose(self._target.logits(self._drafter.draft(self._cache, block)[1:].to(self._target.dtype)))
 
 
-def speculate(target: Target, drafter: Drafter, ids: list[int], limit: Limit, *, block_size: int | None = None, rule: str = "fold",
-              chunk: int | None = None, sampling: Sampling = GREEDY, key: str = "", on_tokens: OnTokens | None = None) -> Decoded:
+def speculate(target: Target, drafter: Drafter, ids: list[int], limit: Limit, *, block_size: int | None = None,
+              rule: str = "fold", chunk: int | None = None, sampling: Sampling = GREEDY, key: str = "", on_tokens: OnTokens | None = None) -> Decoded:
     """Decode with a drafter, reading the taps it was trained on; drafts are sampled as the target is.
 
     block_size: slots a block, the drafter's own where None.  key: of the text's randomness; drafts have their own beside it.
     """
     proposer = Network(drafter, target, len(ids) + limit.max_new_tokens, Sampler(sampling, f"{key}:draft"))
-    return decode(target, proposer, drafter.config.taps, ids, limit, block_size or drafter.config.block_size, rule=rule, chunk=chunk,
-                  sampler=Sampler(sampling, key), on_tokens=on_tokens)
+    return decode(target, proposer, drafter.config.taps, ids, limit, block_size or drafter.config.block_size, rule=rule,
+                  chunk=chunk, sampler=Sampler(sampling, key), on_tokens=on_tokens)
 
 
 @torch.inference_mode()
-def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[int], limit: Limit, block_size: int, *, rule: str = "fold",
-           chunk: int | None = None, sampler: Sampler | None = None, on_tokens: OnTokens | None = None) -> Decoded:
-    """The loop.  ids: the prompt, not empty.  chunk: tokens of the prompt run at a time; None: all at once.  sampler: None: greedy."""
+def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[int], limit: Limit, block_size: int, *,
+           rule: str = "fold", chunk: int | None = None, sampler: Sampler | None = None, on_tokens: OnTokens | None = None) -> Decoded:
+    """The loop.  ids: the prompt, not empty.  chunk: tokens of the prompt run at a time, None: all.  sampler: None: greedy."""
     _check(ids, block_size)
-    cache, laps, sampler, on_tokens = TargetCache(target, rule), Laps(target.device), sampler or Sampler(GREEDY), on_tokens or _nobody
+    sampler, on_tokens = sampler or Sampler(GREEDY), on_tokens or _nobody
+    cache, laps = TargetCache(target, rule), Laps(target.device)
     for piece in torch.tensor([ids], device=target.device).split(chunk or len(ids), 1):
         out = cache.prefill(piece, taps)
         proposer.extend(out.taps)
@@ -153,7 +154,8 @@ def plain(target: Target, ids: list[int], limit: Limit, *, chunk: int | None = N
           on_tokens: OnTokens | None = None) -> Decoded:
     """One token a forward, on the library's own cache: the text and the time to compare with."""
     _check(ids, 1)
-    cache, laps, sampler, on_tokens = target.new_cache(), Laps(target.device), Sampler(sampling, key), on_tokens or _nobody
+    sampler, on_tokens = Sampler(sampling, key), on_tokens or _nobody
+    cache, laps = target.new_cache(), Laps(target.device)
     for piece in torch.tensor([ids], device=target.device).split(chunk or len(ids), 1):
         out = target.forward(piece, cache=cache)
     last, _ = sampler.choose(out.logits[:, -1])

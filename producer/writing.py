@@ -67,13 +67,14 @@ class Writer:
             return plain(self.target, ids, self.limit, **how)
         room = self.drafter.config.max_position_embeddings
         if len(ids) + self.limit.max_new_tokens > room:
-            raise UserError(f"a prompt of {len(ids)} tokens and {self.limit.max_new_tokens} new ones: this drafter knows {room} positions; "
-                            "lower --max-new-tokens, or leave the drafter out")
+            raise UserError(f"a prompt of {len(ids)} tokens and {self.limit.max_new_tokens} new ones: this drafter knows {room} "
+                            "positions; lower --max-new-tokens, or leave the drafter out")
         return speculate(self.target, self.drafter, ids, self.limit, block_size=self.block_size, **how)
 
     def write(self, ids: list[int], key: str, put: Callable[[str], None]) -> Decoded:
         """Decode one prompt, putting out its text piece by piece."""
-        text = TextStream(lambda tokens: self.target.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        text = TextStream(lambda tokens: self.target.tokenizer.decode(tokens, skip_special_tokens=True,
+                                                                      clean_up_tokenization_spaces=False))
         decoded = self.decode(ids, key, lambda new: put(text.feed(new)))
         put(text.flush())
         return decoded
@@ -173,8 +174,8 @@ def summary(decoded: Decoded) -> str:
     if len(decoded.tokens) > 1:
         line += f", {rate(decoded):.1f} tokens/s"
     if decoded.accepted:
-        line += (f", tau {acceptance.tau_pooled([decoded.accepted]):.2f} ({sum(decoded.accepted)} of {sum(decoded.offered)} drafts accepted "
-                 f"in {len(decoded.accepted)} blocks)")
+        line += (f", tau {acceptance.tau_pooled([decoded.accepted]):.2f} ({sum(decoded.accepted)} of {sum(decoded.offered)} drafts "
+                 f"accepted in {len(decoded.accepted)} blocks)")
     return line + f", prefill {decoded.seconds['prefill']:.2f} s"
 
 
