@@ -25,6 +25,7 @@ def serve(settings: config.Serve) -> None:
 
 def generate(settings: config.Generate) -> None:
     """Answer a prompt, printing as it is decoded; with a drafter, faster and the same."""
+    logs.setup("WARNING")
     from producer import writing
     writing.run(settings)
 
