@@ -8,8 +8,6 @@ from typing import Literal
 from common.settings import argument, option, state_home
 
 ADDRESS = "tcp://127.0.0.1:5757"
-
-
 Mode = Literal["generate", "prefill"]
 
 

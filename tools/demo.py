@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,8 +21,8 @@ from rich.table import Table
 
 BIN = Path(sys.executable).parent
 ARM = "ce_causal"
-# What a few minutes on two cores allow.  The daemons' own defaults are for the user's target and for days.
 PROMPTS = Path(__file__).parents[1] / "producer" / "data" / "demo-prompts.jsonl"    # few shapes of task, so that minutes are enough
+# What a few minutes on two cores allow.  The daemons' own defaults are for the user's target and for days.
 PLANS = {
     "embedded": {"serve": ["--batch", "64", "--max-new-tokens", "160", "--eval-prompts", "16", "--eval-new-tokens", "128"],
                  "run": ["--steps", "900", "--eval-every", "180"]},
@@ -107,6 +108,7 @@ def main() -> int:
                     "--threads", "1", *plan["run"], *steps]}
     for name, words in commands.items():
         console.print(f"$ {name} {' '.join(words)}", style="dim", soft_wrap=True, highlight=False)
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))        # else the daemons would outlive the demo
     daemons = {name: start(name, *words, log=out / f"{name}.log") for name, words in commands.items()}
     try:
         watch(daemons, {"hsprod": folders["hsprod"] / "status.json", "hstrain": folders["hstrain"] / "status" / "run.json"}, console)

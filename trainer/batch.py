@@ -27,7 +27,7 @@ class Batch:
     """b sequences padded to S rows, N anchors each, blocks of B slots."""
 
     taps: Tensor          # (b, S, K*H) bf16
-    anchors: Tensor       # (b, N) int64, -1 where a sequence had fewer
+    anchors: Tensor       # (b, N) int64, geometry.PADDING where a sequence had fewer
     inputs: Tensor        # (b, N, B) int64: known token at slot 0, mask id behind it
     labels: Tensor        # (b, N, B) int64
     supervised: Tensor    # (b, N, B) bool
@@ -58,13 +58,11 @@ def make_batch(captures: list[Capture], config: DrafterConfig, *, anchors: int, 
         cut += capture.tokens - length
         valid = geometry.valid_anchors(torch.from_numpy(capture.loss_mask[:length]))
         drawn.append(geometry.draw_anchors(valid, anchors, generator))
-    most = max(1, max(len(a) for a in drawn))
     taps = torch.zeros(len(captures), max(lengths), len(config.taps) * config.hidden_size, dtype=torch.bfloat16)
-    where = torch.full((len(captures), most), -1, dtype=torch.int64)
+    where = geometry.stack_anchors([*drawn, torch.tensor([geometry.PADDING])])[:-1]        # at least one block, if only padding
     inputs, labels, supervised = [], [], []
-    for i, (capture, length, mine) in enumerate(zip(captures, lengths, drawn)):
+    for i, (capture, length) in enumerate(zip(captures, lengths)):
         taps[i, :length] = concat_taps(capture.taps[:, :length])
-        where[i, :len(mine)] = mine
         ids = torch.from_numpy(capture.ids[:length]).long()
         mask = torch.from_numpy(capture.loss_mask[:length])
         inputs.append(geometry.block_inputs(ids, where[i], block, config.mask_token_id))

@@ -7,7 +7,7 @@ import sys
 import pytest
 import tiny
 import torch
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers.cache_utils import DynamicLayer
 
 from common.errors import UserError
 from producer import daemon, rollback, selftest

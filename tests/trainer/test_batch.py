@@ -36,6 +36,11 @@ def test_row_t_of_every_array_is_token_t():
             assert batch.labels[b, n][batch.supervised[b, n]].tolist() == [anchor + j for j in range(1, 4) if anchor + j < (12, 7)[b]]
 
 
+def test_texts_without_a_valid_anchor_give_padding_alone():
+    batch = make_batch([numbered(5, 4), numbered(3, 2)], config(), anchors=4, max_tokens=100, generator=torch.Generator())
+    assert batch.anchors.tolist() == [[geometry.PADDING], [geometry.PADDING]] and not batch.supervised.any()
+
+
 def test_what_is_longer_than_the_limit_is_cut_and_counted():
     batch = make_batch([numbered(12, 4), numbered(7, 2)], config(), anchors=50, max_tokens=9, generator=torch.Generator())
     assert batch.cut == 3 and batch.tokens == 16 and batch.taps.shape[1] == 9
