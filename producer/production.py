@@ -43,6 +43,7 @@ class Production:
         self.counters: Counter[str] = Counter()
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self._made: list[tuple[int, bytes]] = []              # encoded, waiting for the disk
+        self._begin: tuple[int, list[int], int] | None = None   # Progress.begin's words for them, until it is durable
         self._orders: dict[int, list[Prompt]] = {}
 
     @property
@@ -51,8 +52,11 @@ class Production:
 
     def step(self) -> int:
         """One batch of samples into the store; returns how many.  Raises DiskFull (call again later), Stopped."""
-        if not self._made:
+        if not self._made and self._begin is None:
             self._make()
+        if self._begin is not None:
+            self.progress.begin(*self._begin)
+            self._begin = None
         count = 0
         while self._made:
             self.store.append(*self._made[0])
@@ -82,7 +86,7 @@ class Production:
             self.counters["tokens"] += capture.tokens
             self.counters["raw_bytes"] += capture.taps.nbytes + capture.final.nbytes
         made = [(seq, job.result()) for seq, job in jobs]
-        self.progress.begin(self.store.next, kept, items[-1] + 1)
+        self._begin = self.store.next, kept, items[-1] + 1
         self.counters["samples"] += len(made)
         self.counters["bytes"] += sum(len(data) for _, data in made)
         self._made = made

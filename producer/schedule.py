@@ -11,6 +11,7 @@ from pathlib import Path
 
 from common.files import write_whole
 from producer.prompts import Prompt
+from protocol.store import FULL, DiskFull
 
 
 def order(prompts: list[Prompt], number: int) -> list[Prompt]:
@@ -35,6 +36,12 @@ class Progress:
             self.item = items[done] if 0 <= done < len(items) else held["after"]
 
     def begin(self, first_seq: int, items: list[int], after: int) -> None:
-        """items[i] will be appended as first_seq + i; `after` is the item that follows the batch."""
-        write_whole(self._path, json.dumps({"prompts": self._prompts, "first_seq": first_seq, "items": items, "after": after}).encode())
+        """items[i] will be appended as first_seq + i; `after` is the item that follows the batch.  DiskFull: call it again later."""
+        held = {"prompts": self._prompts, "first_seq": first_seq, "items": items, "after": after}
+        try:
+            write_whole(self._path, json.dumps(held).encode())
+        except OSError as error:
+            if error.errno in FULL:
+                raise DiskFull(f"{self._path}: no space") from error
+            raise
         self.item = after

@@ -4,6 +4,7 @@ import tiny
 
 from common.errors import CaptureError
 from common.service import Stop, Stopped
+from producer import schedule
 from producer.config import Serve
 from producer.production import Production
 from producer.prompts import Prompt
@@ -75,6 +76,23 @@ def test_a_full_disk_keeps_the_batch_and_goes_on_where_it_was(tmp_path, target, 
         production.step()
     assert sorted(box.prompts()) == sorted(p.id for p in PROMPTS) and box.store.duplicates == 0
     assert production.counters["samples"] == len(PROMPTS)
+
+
+def test_no_room_for_the_progress_file_is_a_full_disk_too(tmp_path, target, monkeypatch):
+    """Not a crash: the batch is kept, counted once, and goes on when there is room."""
+    box = Box(tmp_path, target)
+    production, real = box.open(), schedule.write_whole
+    def full(_path, _data):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(schedule, "write_whole", full)
+    for _ in range(2):
+        with pytest.raises(DiskFull, match="progress.json: no space"):
+            production.step()
+    assert box.store.next == 0 and not production.ended
+    monkeypatch.setattr(schedule, "write_whole", real)
+    while not production.ended:
+        production.step()
+    assert sorted(box.prompts()) == sorted(p.id for p in PROMPTS) and production.counters["samples"] == len(PROMPTS)
 
 
 def test_a_stop_in_a_batch_gives_it_up_and_the_next_start_makes_it_again(tmp_path, target, monkeypatch):
