@@ -117,11 +117,13 @@ def _speed(plains: list[Decoded], specs: list[Decoded]) -> dict:
     """Rates count decoding alone, after the first token: both sides prefill alike.  eta is pooled over all prompts, plain
     time per token over those that were decoded plainly in this evaluation (a plain step does not depend on the text).
 
-    eta_theory is tau L_target / (T_t + T_d) of the measured parts; the loop's own cost, rollback above all, parts it from eta."""
+    eta_theory is tau L_target / (T_t + T_d) of the measured parts, T_d with the drafter's context; what the formula leaves out
+    parts it from eta: judging, the host's loop and the rollback (commit_seconds)."""
     tokens_plain, tokens_spec = (sum(len(d.tokens) - 1 for d in side) for side in (plains, specs))
     plain_seconds, spec_seconds = sum(p.decode_seconds for p in plains), sum(s.decode_seconds for s in specs)
     verifies = sum(len(spec.accepted) for spec in specs)
-    draft, verify, commit = (sum(spec.seconds[part] for spec in specs) for part in ("draft", "verify", "commit"))
+    draft, verify, commit = (sum(spec.seconds[part] for spec in specs for part in parts)
+                             for parts in (("draft", "context"), ("verify",), ("judge", "loop", "rollback")))
     step = plain_seconds / tokens_plain
     return {"plain_tokens_per_s": 1 / step, "spec_tokens_per_s": tokens_spec / spec_seconds,
             "eta": step * tokens_spec / spec_seconds, "eta_theory": step * tokens_spec / (draft + verify), "step_seconds": step,

@@ -26,6 +26,9 @@ from producer.sampling import GREEDY, Sampler, Sampling
 from producer.target import Target
 
 OnTokens = Callable[[list[int]], None]          # told of new tokens as they stand, the first ones right after the prefill
+PARTS = ("draft", "verify", "judge", "loop", "rollback", "context")
+# one cycle, in order: the drafter's block; the target's forward; which drafts stand, and what follows them; tokens to the host, and
+# on_tokens; the target's cache cut to them; their taps into the drafter's context
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,8 @@ class Decoded:
 
     accepted leaves the target's own token out, and the first token comes from the prefill, so sum(accepted + 1) ==
     len(tokens) - 1: a block that the text's end cuts counts what it added, less one.
-    seconds of each part: prefill; then draft (the drafter's context included), verify and commit (judging included), or
-    step.  On a GPU they are the device's own times, measured without waiting for it.  What on_tokens takes is in commit (step)."""
+    seconds of each part: prefill; then those of PARTS, or step.  Parts follow each other without a gap, so they add up to the
+    whole.  On a GPU they are spans of the device's own time, idle time of a busy host included, read without waiting for it."""
 
     tokens: list[int]
     accepted: list[int] = field(default_factory=list)
@@ -74,10 +77,22 @@ class Proposer(Protocol):
     def extend(self, taps: Tensor) -> None:
         """taps [K, 1, n, H] of the next n committed tokens."""
 
-    def propose(self, last: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
-        """last [1] int64, the token that follows the context -> n < slots tokens [n] int64 that may follow it, and the
-        distributions [n, V] float64 that they were drawn from; None: picked, not drawn.  Distributions that are not true
-        change the text's own."""
+    def propose(self, last: Tensor, slots: int, keep: int) -> tuple[Tensor, Tensor | None]:
+        """The first drafts of a block of `slots` slots, whose known token `last` [1] int64 follows the context.
+
+        -> n < keep tokens [n] int64, and the distributions [n, V] float64 that they were drawn from; None: picked, not drawn.
+        Distributions that are not true change the text's own.  1 <= keep <= slots; a block is drafted at its full length
+        however little of it is wanted, for that is what the drafter was trained on."""
+
+
+class Length(Protocol):
+    """How many slots of each block to verify."""
+
+    def choose(self, slots: int) -> int:
+        """1..slots; 1: draft nothing."""
+
+    def saw(self, verified: int, accepted: int, draft_seconds: float, verify_seconds: float) -> None:
+        """What became of a block of `verified` slots, accepted of its verified - 1 drafts."""
 
 
 class Network:
@@ -90,34 +105,38 @@ class Network:
         weight = drafter.fc.weight
         self._drafter, self._target, self._sampler = drafter, target, sampler or Sampler(GREEDY)
         self._cache = ContextCache(drafter.config, min(capacity, drafter.config.max_position_embeddings), weight.device, weight.dtype)
-        mask = torch.tensor([drafter.config.mask_token_id], device=target.device)
-        self._masks = F.embedding(mask, target.embedding).expand(drafter.config.block_size - 1, -1)
+        block = torch.full((drafter.config.block_size,), drafter.config.mask_token_id, device=target.device)
+        self._block = F.embedding(block, target.embedding)           # slot 0 is written anew for each block
 
     def extend(self, taps: Tensor) -> None:
         self._drafter.extend(self._cache, taps[:, 0].transpose(0, 1).flatten(1))
 
-    def propose(self, last: Tensor, slots: int) -> tuple[Tensor, Tensor | None]:
-        if slots == 1:
+    def propose(self, last: Tensor, slots: int, keep: int) -> tuple[Tensor, Tensor | None]:
+        if keep == 1:
             return last[:0], None
-        block = torch.cat([F.embedding(last, self._target.embedding), self._masks[:slots - 1]])
-        return self._sampler.choose(self._target.logits(self._drafter.draft(self._cache, block)[1:].to(self._target.dtype)))
+        torch.index_select(self._target.embedding, 0, last, out=self._block[:1])
+        drafted = self._drafter.draft(self._cache, self._block[:slots])[1:keep]
+        return self._sampler.choose(self._target.logits(drafted.to(self._target.dtype)))
 
 
 def speculate(target: Target, drafter: Drafter, ids: list[int], limit: Limit, *, block_size: int | None = None,
-              rule: str = "fold", chunk: int | None = None, sampling: Sampling = GREEDY, key: str = "", on_tokens: OnTokens | None = None) -> Decoded:
+              chunk: int | None = None, sampling: Sampling = GREEDY, key: str = "", length: Length | None = None,
+              on_tokens: OnTokens | None = None) -> Decoded:
     """Decode with a drafter, reading the taps it was trained on; drafts are sampled as the target is.
 
     block_size: slots a block, the drafter's own where None.  key: of the text's randomness; drafts have their own beside it.
     """
     proposer = Network(drafter, target, len(ids) + limit.max_new_tokens, Sampler(sampling, f"{key}:draft"))
-    return decode(target, proposer, drafter.config.taps, ids, limit, block_size or drafter.config.block_size, rule=rule,
-                  chunk=chunk, sampler=Sampler(sampling, key), on_tokens=on_tokens)
+    return decode(target, proposer, drafter.config.taps, ids, limit, block_size or drafter.config.block_size,
+                  chunk=chunk, sampler=Sampler(sampling, key), length=length, on_tokens=on_tokens)
 
 
 @torch.inference_mode()
 def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[int], limit: Limit, block_size: int, *,
-           rule: str = "fold", chunk: int | None = None, sampler: Sampler | None = None, on_tokens: OnTokens | None = None) -> Decoded:
-    """The loop.  ids: the prompt, not empty.  chunk: tokens of the prompt run at a time, None: all.  sampler: None: greedy."""
+           rule: str = "fold", chunk: int | None = None, sampler: Sampler | None = None, length: Length | None = None,
+           on_tokens: OnTokens | None = None) -> Decoded:
+    """The loop.  ids: the prompt, not empty.  chunk: tokens of the prompt run at a time, None: all.  sampler: None: greedy.
+    length: None: all slots of a block are verified."""
     _check(ids, block_size)
     sampler, on_tokens = sampler or Sampler(GREEDY), on_tokens or _nobody
     cache, laps = TargetCache(target, rule), Laps(target.device)
@@ -129,24 +148,29 @@ def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[
     laps.lap("prefill")
     on_tokens(tokens[:])
     while remaining := limit.remaining(tokens):
-        draft, q = proposer.propose(last, block_slots(block_size, remaining))
+        slots = block_slots(block_size, remaining)
+        draft, q = proposer.propose(last, slots, slots if length is None else length.choose(slots))
         laps.lap("draft")
         seen = cache.verify(torch.cat([last, draft])[None], taps)
-        said = sampler.judge(seen.logits[0], draft, q)
         laps.lap("verify")
+        said = sampler.judge(seen.logits[0], draft, q)
+        laps.lap("judge")
         agreed, *own = said.tolist()                                 # the one wait
         new = limit.cut(own[:committed(agreed, remaining)])
         tokens += new
         accepted.append(len(new) - 1)
         offered.append(len(draft))
+        if length is not None:
+            length.saw(1 + len(draft), agreed, laps.last("draft"), laps.last("verify"))
         on_tokens(new)
+        laps.lap("loop")
         if limit.remaining(tokens):
             cache.commit(agreed + 1)                                 # the anchor and the drafts that stand
-            laps.lap("commit")
+            laps.lap("rollback")
             proposer.extend(seen.taps[:, :, :agreed + 1])
+            laps.lap("context")
             last = said[1 + agreed:2 + agreed]
-    laps.lap("commit")
-    return Decoded(tokens, accepted, offered, laps.seconds("prefill", "draft", "verify", "commit"))
+    return Decoded(tokens, accepted, offered, laps.seconds("prefill", *PARTS))
 
 
 @torch.inference_mode()
@@ -211,10 +235,20 @@ class Laps:
             mark = time.perf_counter()
         self._marks.append((part, mark))
 
+    def last(self, part: str) -> float:
+        """The latest lap of this name.  On a GPU only of what the host has waited for since."""
+        at = next(i for i in range(len(self._marks) - 1, 0, -1) if self._marks[i][0] == part)
+        return self._between(at - 1)
+
     def seconds(self, *parts: str) -> dict[str, float]:
+        """Every lap so far, added up by name."""
         if self._on_device:
             self._marks[-1][1].synchronize()
         total = dict.fromkeys(parts, 0.0)
-        for (_, begin), (part, end) in zip(self._marks, self._marks[1:]):
-            total[part] += begin.elapsed_time(end) / 1e3 if self._on_device else end - begin
+        for i, (part, _) in enumerate(self._marks[1:]):
+            total[part] += self._between(i)
         return total
+
+    def _between(self, i: int) -> float:
+        (_, begin), (_, end) = self._marks[i:i + 2]
+        return begin.elapsed_time(end) / 1e3 if self._on_device else end - begin

@@ -27,14 +27,14 @@ class Scheduled:
     def extend(self, taps) -> None:
         self.taps.append(taps)
 
-    def propose(self, last, slots):
+    def propose(self, last, slots, keep=None):
         anchor = sum(taps.shape[2] for taps in self.taps)
         assert not self.strict or self.text[anchor] == int(last)
-        keep, size = self.kept[self.blocks % len(self.kept)], self.sizes[self.blocks % len(self.sizes)]
+        right, size = self.kept[self.blocks % len(self.kept)], self.sizes[self.blocks % len(self.sizes)]
         self.blocks += 1
-        draft = (self.text + [self.wrong] * slots)[anchor + 1:anchor + min(slots, size)]
-        if keep < len(draft):
-            draft[keep] = self.wrong if draft[keep] != self.wrong else self.wrong + 1
+        draft = (self.text + [self.wrong] * slots)[anchor + 1:anchor + min(keep or slots, size)]
+        if right < len(draft):
+            draft[right] = self.wrong if draft[right] != self.wrong else self.wrong + 1
         return torch.tensor(draft, dtype=torch.long), None
 
 
@@ -47,7 +47,8 @@ class Random:
     def extend(self, taps) -> None:
         pass
 
-    def propose(self, last, slots):
+    def propose(self, last, slots, keep=None):
+        slots = keep or slots
         count = int(torch.randint(0, slots, (), generator=self.generator)) if slots > 1 else 0
         return torch.randint(0, self.vocab, (count,), generator=self.generator), None
 

@@ -35,9 +35,9 @@ class Drawn:
     def extend(self, taps) -> None:
         pass
 
-    def propose(self, last, slots):
-        q = self.q.expand(slots - 1, -1)
-        return draw(q, uniforms(slots - 1, self.generator)), q
+    def propose(self, last, slots, keep):
+        q = self.q.expand(keep - 1, -1)
+        return draw(q, uniforms(keep - 1, self.generator)), q
 
 
 def skewed(target) -> Drawn:
