@@ -1,0 +1,266 @@
+"""Decoding: our loop, z-lab's dflash 0.1.0 and transformers' own DFlash generation, with one drafter on one dense target.
+
+    pip install --no-deps dflash==0.1.0
+    python benchmarks/decode.py [--drafter DIR] [--hybrid-drafter DIR] [--prompts 8] [--new-tokens 96]
+
+The same weights, prompts and embedding and head tensors for all, sdpa, fp32, one thread, one process, greedy.  Every way decodes
+every prompt, one right after the other and in a turning order, so that what else the box does meets all alike.  Timed is the
+whole call, prefill included: the ways divide their work differently before and after the first token (dflash and
+transformers feed the prompt's taps to the drafter after it), so only the whole is the same thing for all.  A ratio is taken
+within its prompt.  Beside the wall clock stands the processor time of the one thread that works, which other load hardly touches.
+
+dflash was written for transformers 5.15 and runs here on the installed one.  Its own statistics are asked for, because they
+hold the accepted lengths; its clock, which waits for a GPU, is replaced by a plain one where there is none.
+
+On the hybrid target the second table counts texts that differ from plain decoding: its cache cannot be cropped (pitfall S1).
+
+Without --drafter one is trained on the spot on the target's answers to the very prompts that are measured, so that blocks
+are accepted: its tau is no achievement, and is the same for all."""
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+import transformers
+from rich.console import Console
+from rich.table import Table
+
+from adapters import Assistant
+from common.capture import parse_taps
+from common.drafter import checkpoint, geometry
+from common.drafter.acceptance import tau_pooled
+from common.drafter.config import shape_for
+from common.drafter.model import Drafter, init_scales
+from producer import prompts as prompting
+from producer.config import Serve
+from producer.speculate import Limit, first_divergence, margin, plain, speculate
+from producer.target import Target, load
+
+PROMPTS = Path(prompting.__file__).parent / "data" / "prompts.jsonl"
+REACH = 1.15
+ANCHORS = 24                # of one training step
+OURS, ZLAB, HF, PLAIN = "ours", "dflash 0.1.0", f"transformers {transformers.__version__}", "ours, plain"
+
+
+@dataclass(frozen=True)
+class Run:
+    """tokens: the new ones; accepted: draft tokens that stood, per block; seconds of the whole call: wall clock, processor."""
+
+    tokens: list[int]
+    accepted: list[int]
+    wall: float = 0.0
+    cpu: float = 0.0
+
+
+class Listener:
+    """A streamer that remembers how many tokens each call brought: the prompt, the first token, then one block each."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.counts.append(value.numel())
+
+    def end(self) -> None:
+        pass
+
+
+def ways(target: Target, drafter: Drafter, folder: Path, limit: Limit) -> dict[str, Callable[[list[int]], Run]]:
+    """Each way: a prompt's ids -> Run, untimed."""
+    import dflash.model as dflash
+    if target.device.type != "cuda":
+        dflash._cuda_time = time.perf_counter
+    theirs = dflash.DFlashDraftModel.from_pretrained(folder, attn_implementation="sdpa", dtype=target.dtype).to(target.device).eval()
+    assistant, ends = Assistant(drafter), sorted(limit.eos_ids)
+
+    def ours(ids: list[int]) -> Run:
+        out = speculate(target, drafter, ids, limit)
+        return Run(out.tokens, out.accepted)
+
+    def zlab(ids: list[int]) -> Run:
+        out = dflash.dflash_generate(theirs, target.model, torch.tensor([ids], device=target.device), limit.max_new_tokens, ends,
+                                     return_stats=True)
+        return Run(out.output_ids[0, len(ids):].tolist(), [n - 1 for n in out.acceptance_lengths])
+
+    @torch.inference_mode()
+    def library(ids: list[int]) -> Run:
+        listener = Listener()
+        out = target.model.generate(torch.tensor([ids], device=target.device), assistant_model=assistant, speculation_type="dflash",
+                                    do_sample=False, max_new_tokens=limit.max_new_tokens, eos_token_id=ends, streamer=listener)
+        return Run(out[0, len(ids):].tolist(), [n - 1 for n in listener.counts[2:]])
+
+    return {OURS: ours, ZLAB: zlab, HF: library, PLAIN: lambda ids: Run(plain(target, ids, limit).tokens, [])}
+
+
+def timed(way: Callable[[list[int]], Run], ids: list[int]) -> Run:
+    wall, cpu = time.perf_counter(), time.thread_time()
+    run = way(ids)
+    return Run(run.tokens, run.accepted, time.perf_counter() - wall, time.thread_time() - cpu)
+
+
+def interleaved(callables: dict[str, Callable[[list[int]], Run]], prompts: list[list[int]]) -> dict[str, list[Run]]:
+    """Every way on every prompt; the order turns by one each time, the first prompt is met once before for warmth."""
+    names, runs = list(callables), {name: [] for name in callables}
+    for way in callables.values():
+        way(prompts[0])
+    for i, ids in enumerate(prompts):
+        for name in names[i % len(names):] + names[:i % len(names)]:
+            runs[name].append(timed(callables[name], ids))
+    return runs
+
+
+def held_out(target: Target, count: int, file: Path) -> list[list[int]]:
+    """The first `count` held-out prompts, as the target's chat template writes them."""
+    split = prompting.split(prompting.read(file), Serve.held_out, target.name)
+    return [prompting.render(target.tokenizer, prompt, None) for prompt in split.held_out[:count]]
+
+
+def trained(target: Target, prompts: list[list[int]], limit: Limit, steps: int) -> Drafter:
+    """A drafter that has learned these very answers by heart, as far as so many steps go."""
+    taps = parse_taps("auto", target.n_layers)
+    drafter = Drafter(shape_for(target.hidden_size, target.vocab_size, target.n_layers, taps, target.mask_token_id, "mixed"),
+                      torch.Generator().manual_seed(0))
+    texts, rng = [], torch.Generator().manual_seed(0)
+    for ids in prompts:
+        text = torch.tensor(ids + plain(target, ids, limit).tokens)
+        out = target.forward(text[None], taps=taps)
+        texts.append((text, out.taps[:, 0].transpose(0, 1).flatten(1).clone(), out.final[0].clone(), len(ids)))
+    init_scales(drafter, torch.stack([taps.unflatten(1, (-1, target.hidden_size)).pow(2).mean((0, 2)).sqrt() for _, taps, *_ in texts]).mean(0),
+                torch.stack([final.pow(2).mean(0).sqrt() for _, _, final, _ in texts]).mean(0))
+    optimizer, block_size = torch.optim.AdamW(drafter.parameters(), lr=2e-3), drafter.config.block_size
+    for step in range(steps):
+        text, taps, _, start = texts[step % len(texts)]
+        valid = torch.arange(len(text)) >= start
+        anchors = geometry.draw_anchors(geometry.valid_anchors(valid), ANCHORS, rng)
+        block = F.embedding(geometry.block_inputs(text, anchors, block_size, target.mask_token_id), target.embedding)
+        labels, supervised = geometry.block_labels(text, valid, anchors, block_size)
+        y = drafter(block.flatten(0, 1)[None], anchors[None], taps[None])[0]
+        keep = supervised.flatten()
+        loss = F.cross_entropy(F.linear(y[keep], target.head), labels.flatten()[keep])
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(drafter.parameters(), 1.0)
+        optimizer.step()
+    return drafter.eval().requires_grad_(False)
+
+
+def differing(target: Target, prompts: list[list[int]], runs: list[Run], plains: list[Run]) -> list[tuple[int, int, float]]:
+    """(prompt, first place that differs from plain decoding, the target's margin there) of each text that differs."""
+    found = []
+    for i, (ids, run, text) in enumerate(zip(prompts, runs, plains, strict=True)):
+        if (place := first_divergence(text.tokens, run.tokens)) is not None:
+            found.append((i, place, margin(target, ids + text.tokens[:place])))
+    return found
+
+
+def ratios(runs: dict[str, list[Run]], rival: str, clock: str) -> tuple[float, float]:
+    """ours / rival in tokens a second: the median over prompts, and pooled."""
+    def rate(run: Run) -> float:
+        return len(run.tokens) / getattr(run, clock)
+    def pooled(name: str) -> float:
+        return sum(len(run.tokens) for run in runs[name]) / sum(getattr(run, clock) for run in runs[name])
+    return (statistics.median(rate(own) / rate(other) for own, other in zip(runs[OURS], runs[rival], strict=True)),
+            pooled(OURS) / pooled(rival))
+
+
+def summary(target: Target, prompts: list[list[int]], runs: dict[str, list[Run]]) -> dict[str, dict]:
+    """Per way: rates, tau, how ours compares, texts that differ from plain decoding, blocks that differ from ours."""
+    rows = {}
+    for name, own in runs.items():
+        tokens, lists = sum(len(run.tokens) for run in own), [run.accepted for run in own]
+        rows[name] = {"tokens": tokens, "tokens_per_s": tokens / sum(run.wall for run in own),
+                      "tokens_per_cpu_s": tokens / sum(run.cpu for run in own), "tau": tau_pooled(lists) if any(lists) else None,
+                      "ours_over_it_wall": ratios(runs, name, "wall"), "ours_over_it_cpu": ratios(runs, name, "cpu"),
+                      "differing_texts": differing(target, prompts, own, runs[PLAIN]),
+                      "unlike_accepted": sum(a != b.accepted for a, b in zip(lists, runs[OURS])) if any(lists) else None}
+    return rows
+
+
+def table(title: str, rows: dict[str, dict], prompts: int) -> Table:
+    shown = Table(title=title, title_justify="left")
+    for column in ("way", "tokens/s", "tau", "ours / it, wall: median (pooled)", "processor: median (pooled)", "texts unlike plain",
+                   "texts with other blocks than ours"):
+        shown.add_column(column, justify="left" if column == "way" else "right")
+    for name, row in rows.items():
+        wall, cpu = ("{:.2f}x ({:.2f}x)".format(*row[f"ours_over_it_{clock}"]) for clock in ("wall", "cpu"))
+        shown.add_row(name, f"{row['tokens_per_s']:.1f}", "" if row["tau"] is None else f"{row['tau']:.2f}",
+                      "" if name == OURS else wall, "" if name == OURS else cpu, f"{len(row['differing_texts'])} of {prompts}",
+                      "" if row["unlike_accepted"] is None or name == OURS else f"{row['unlike_accepted']} of {prompts}")
+    return shown
+
+
+def compare(name: str, folder: Path | None, count: int, limit_tokens: int, steps: int, file: Path, without: tuple[str, ...] = ()) -> dict:
+    """Load a target and a drafter (or train one), run all ways but `without`, print the table -> the record."""
+    target = load(name, dtype="float32")
+    limit, prompts = Limit(limit_tokens, target.eos_ids), held_out(target, count, file)
+    with tempfile.TemporaryDirectory() as scratch:
+        if folder is None:
+            print(f"{name}: no drafter given, {steps} steps of training on the answers to these {len(prompts)} prompts", file=sys.stderr)
+            folder = Path(scratch) / "drafter"
+            checkpoint.save(folder, trained(target, prompts, limit, steps), {}, torch.float32)
+            which = f"learned these answers by heart, {steps} steps"
+        else:
+            which = str(folder)
+        drafter, config, _ = checkpoint.load(folder, target.device, target.dtype)
+        drafter.eval().requires_grad_(False)
+        chosen = ways(target, drafter, folder, limit)
+        refused = refusal(chosen[HF], prompts[0]) if HF in without else None
+        runs = interleaved({way: call for way, call in chosen.items() if way not in without}, prompts)
+    rows = summary(target, prompts, runs)
+    title = (f"{name}, fp32, {torch.get_num_threads()} thread(s), {len(prompts)} prompts of {min(map(len, prompts))} to "
+             f"{max(map(len, prompts))} tokens, {limit_tokens} new tokens at most; block {config.block_size}; drafter: {which}")
+    Console().print(table(title, rows, len(prompts)))
+    for way, row in rows.items():
+        for i, place, gap in row["differing_texts"]:
+            print(f"  {way}: text {i} differs from token {place} on, where the target's margin is {gap:.3g}")
+    if refused:
+        print(f"  {HF}: refuses: {refused}")
+    return {"target": name, "drafter": which, "block_size": config.block_size, "prompts": len(prompts), "new_tokens": limit_tokens,
+            "ways": rows, "refused": refused}
+
+
+def refusal(way: Callable[[list[int]], Run], ids: list[int]) -> str:
+    """What transformers says of a target that it will not speculate on."""
+    try:
+        way(ids)
+    except ValueError as error:
+        return str(error)
+    return "it ran: this version does not refuse any more; run it with the others"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--drafter", type=Path, help="of SmolLM2; default: trained on the spot")
+    parser.add_argument("--hybrid-drafter", type=Path, help="of the embedded target; default: trained on the spot")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--prompts-file", type=Path, default=PROMPTS)
+    parser.add_argument("--train-steps", type=int, default=80)
+    parser.add_argument("--threads", type=int, default=1)
+    settings = parser.parse_args()
+    torch.set_num_threads(settings.threads)
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    run = functools.partial(compare, count=settings.prompts, limit_tokens=settings.new_tokens, steps=settings.train_steps,
+                            file=settings.prompts_file)
+    dense = run("smollm2", settings.drafter)
+    met = {rival: dense["ways"][rival]["ours_over_it_wall"] for rival in (ZLAB, HF)}
+    print("reach: " + "; ".join(f"{rival} {median:.2f}x of {REACH}x {'met' if median >= REACH else 'NOT met'}"
+                                for rival, (median, _) in met.items()))
+    hybrid = run("embedded", settings.hybrid_drafter, without=(HF,))
+    print(json.dumps({"benchmark": "decode", "threads": settings.threads, "torch": torch.__version__,
+                      "transformers": transformers.__version__, "reach": REACH, "dense": dense, "hybrid": hybrid}))
+
+
+if __name__ == "__main__":
+    main()
