@@ -1,7 +1,7 @@
 """Settings of the producer's commands: each option once, with its default and unit."""
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -12,20 +12,26 @@ Mode = Literal["generate", "prefill"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answers:
-    """What answers are made of: the target, where it runs and how it chooses."""
+class Model:
+    """The target, and where it runs."""
 
     target: str = option("Qwen/Qwen3.6-35B-A3B", "The target: a folder, a hub id in the local cache, 'embedded' or 'smollm2'.")
+    thinking: bool | None = option(None, "The chat template's thinking switch, where it has one; part of the contract. "
+                                   "Default: the template's own.", show_default=False)
+    device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
+    dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
+    threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answers(Model):
+    """What answers are made of: a target, and how it chooses."""
+
     temperature: float = option(0.0, "Sampling temperature of the answers; 0 is greedy.", min=0.0)
     top_k: int = option(0, "Sample among the k likeliest tokens; 0: all.", min=0)
     top_p: float = option(1.0, "Sample among the likeliest tokens of this joint probability.", min=0.0, max=1.0)
     seed: int = option(0, "Seed of sampled answers.")
-    thinking: bool | None = option(None, "The chat template's thinking switch, where it has one; part of the contract. "
-                                   "Default: the template's own.", show_default=False)
     max_new_tokens: int = option(1024, "Longest answer, in tokens.", min=1)
-    device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
-    dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
-    threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,23 @@ class Generate(Answers):
     prefill_chunk: int = option(0, "Tokens of the prompt run at a time; 0: all at once.", min=0)
     stats: bool = option(True, "Say after each text, on standard error, how fast it came.")
     compare: bool = option(False, "Decode plainly, too, and say whether the texts are identical, and how much faster this came. Greedy only.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bench(Model):
+    drafter: Path = option(MISSING, "Folder of a drafter: a checkpoint of ours or a released one.", show_default=False)
+    force: bool = option(False, "Use a drafter that was trained under another contract; the text is the target's all the same.")
+    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages'. Default: the shipped prompts.", show_default=False)
+    held_out: float | None = option(None, "Measure on the share of the prompts that `hsprod serve --held-out` of this value keeps from "
+                                    "training. Default: 0.1 of the shipped prompts, all of a file's.", min=0.001, max=0.9, show_default=False)
+    count: int = option(16, "Prompts, spread evenly over those.", min=1)
+    max_new_tokens: int = option(128, "Longest text, in tokens.", min=2)
+    block_size: int = option(0, "Slots a block, the known token's included; 0: the drafter's own.", min=0)
+    only: str = option("", "Sections to measure, by name and separated by commas. Default: all.", show_default=False)
+    llama_bench: Path | None = option(None, "What `llama-bench -o json` (or jsonl) printed: llama.cpp's rates beside ours.", show_default=False)
+    out: Path | None = option(None, "Where the record goes, JSON. Default: a new file in the state folder's bench/, whose name is printed.",
+                              show_default=False)
+    against: Path | None = option(None, "An earlier record: what differs from it, and how the figures moved.", show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,6 @@ import logging
 import queue
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -21,6 +20,7 @@ from common.status import Board
 from producer import assets, evaluate, prompts as prompt_files, selftest
 from producer.config import Serve
 from producer.production import Production
+from producer.prompts import SALT, SHIPPED
 from producer.schedule import Progress
 from producer.speculate import Limit
 from producer.target import Target, layer_count, load
@@ -31,8 +31,6 @@ from protocol.store import DiskFull, SampleStore, should_pause
 from protocol.wire import check_address
 
 log = logging.getLogger("hsprod")
-SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
-SALT = "hsdraft"             # of the split; fixed, so that a prompt is held out on every box or on none
 
 
 def serve(settings: Serve, stop: service.Stop) -> None:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from common.errors import UserError
 
+SHIPPED = Path(__file__).parent / "data" / "prompts.jsonl"
+SALT = "hsdraft"             # of the split; fixed, so that a prompt is held out on every box or on none
 ROLES = ("system", "developer", "user", "assistant", "tool")
 SENTINELS = ("Kq7 sentinel one vX", "Zw4 other sentinel jY")     # unlike in their first and last characters, no blanks around
 
