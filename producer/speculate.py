@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from common.drafter import vocab
 from common.drafter.acceptance import block_slots, committed
 from common.drafter.cache import ContextCache
 from common.drafter.model import Drafter
@@ -100,9 +101,14 @@ class Network:
 
     All slots are drafted at once, so each is drawn from its own distribution without regard to those before it."""
 
-    def __init__(self, drafter: Drafter, target: Target, capacity: int, sampler: Sampler | None = None) -> None:
-        """capacity: tokens to make room for at once.  sampler: None: greedy drafts, which go with any sampling of the target."""
+    def __init__(self, drafter: Drafter, target: Target, capacity: int, sampler: Sampler | None = None,
+                 shortlist: Tensor | None = None) -> None:
+        """capacity: tokens to make room for at once.  sampler: None: greedy drafts, which go with any sampling of the target.
+        shortlist: ids [K] int64 ascending, the only tokens drafted, by a copy of their rows of the head; None: all."""
         weight = drafter.fc.weight
+        if shortlist is not None:
+            vocab.check(shortlist, target.vocab_size)
+        self._shortlist, self._head = shortlist, target.head if shortlist is None else target.head[shortlist]
         self._drafter, self._target, self._sampler = drafter, target, sampler or Sampler(GREEDY)
         self._cache = ContextCache(drafter.config, min(capacity, drafter.config.max_position_embeddings), weight.device, weight.dtype)
         block = torch.full((drafter.config.block_size,), drafter.config.mask_token_id, device=target.device)
@@ -116,7 +122,8 @@ class Network:
             return last[:0], None
         torch.index_select(self._target.embedding, 0, last, out=self._block[:1])
         drafted = self._drafter.draft(self._cache, self._block[:slots])[1:keep]
-        return self._sampler.choose(self._target.logits(drafted.to(self._target.dtype)))
+        picked, q = self._sampler.choose(F.linear(drafted.to(self._target.dtype), self._head))
+        return (picked, q) if self._shortlist is None else vocab.whole(picked, q, self._shortlist, self._target.vocab_size)
 
 
 def speculate(target: Target, drafter: Drafter, ids: list[int], limit: Limit, *, block_size: int | None = None,
