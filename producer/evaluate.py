@@ -86,11 +86,15 @@ def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTex
 
 def simulate(target: Target, drafter: Drafter, ids: list[int], text: Plain, limit: Limit) -> list[int]:
     """accepted of each block that the loop would meet on a plain text, from taps captured in one forward."""
+    return acceptance.chain_walk(accepted_at(target, drafter, ids, text, limit), len(ids), len(ids) + len(text.decoded.tokens))
+
+
+def accepted_at(target: Target, drafter: Drafter, ids: list[int], text: Plain, limit: Limit) -> list[int]:
+    """Accepted at every anchor of a plain text, whether the loop would meet it or not (acceptance.simulate)."""
     whole = torch.tensor(ids + text.decoded.tokens, device=target.device)
-    accepted_at = acceptance.simulate(drafter, lambda tokens: F.embedding(tokens, target.embedding),
-                                      lambda y: target.logits(y.to(target.dtype)), whole, text.taps, len(ids),
-                                      limit=len(ids) + limit.max_new_tokens)
-    return acceptance.chain_walk(accepted_at, len(ids), len(whole))
+    return acceptance.simulate(drafter, lambda tokens: F.embedding(tokens, target.embedding),
+                               lambda y: target.logits(y.to(target.dtype)), whole, text.taps, len(ids),
+                               limit=len(ids) + limit.max_new_tokens)
 
 
 def _acceptance(drafter: Drafter, prompts: Prompts, specs: list[Decoded], simulated: list[list[int]], seed: int) -> dict:

@@ -1,8 +1,8 @@
 """Experts woken while decoding (table 4): a block pays for every expert that any of its rows asks for.
 
-Hooks on the routers hear what the loop's own forwards choose; the loop is untouched.  Counted are different experts, per layer and
-block: of all rows verified, of the rows that gave tokens (the anchor and the drafts that stand), and of a block's first v rows,
-which says what a shorter verify would save.  Beside each stands what rows that choose at random would wake.
+Hooks on the routers hear what the loop's own forwards choose; the loop is untouched.  Counted are different experts, per layer
+and block: of all rows verified, of the rows that gave tokens (the anchor and the drafts that stand), and of a block's first v
+rows, which says what a shorter verify would save.  Beside each stands what rows that choose at random would wake.
 Left out: which experts they are, and what they cost (roofline)."""
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def listening(target: Target) -> Iterator[list[list[Tensor]]]:
     """Per router, in the layers' order, what it chose in each forward since: a list of [T, k]."""
     gates = list(routers(target).values())
     heard: list[list[Tensor]] = [[] for _ in gates]
-    hooks = [gate.register_forward_hook(lambda _module, _args, out, kept=kept: kept.append(out[2])) for gate, kept in zip(gates, heard)]
+    hooks = [gate.register_forward_hook(lambda _module, _args, out, into=into: into.append(out[2])) for gate, into in zip(gates, heard)]
     try:
         yield heard
     finally:
@@ -93,9 +93,12 @@ def summarise(layers: list[int], experts: int, blocks: list[Tensor], kept: list[
     lengths = [block.shape[1] for block in blocks]
     counted = {name: np.stack([distinct(block, rows).numpy() for block, rows in zip(blocks, wanted, strict=True)])
                for name, wanted in (("verified", lengths), ("accepted", kept))}                 # [blocks, L]
-    pooled = {name: spread(counts) | {"rows": float(np.mean(rows)), "uniform": float(np.mean([uniform(experts, top_k, r) for r in rows]))}
-              for (name, counts), rows in zip(counted.items(), (lengths, kept))}
-    per_layer = [{"layer": layer} | {name: spread(counts[:, i]) for name, counts in counted.items()} for i, layer in enumerate(layers)]
+    pooled = {}
+    for (name, counts), rows in zip(counted.items(), (lengths, kept)):
+        chance = float(np.mean([uniform(experts, top_k, r) for r in rows]))
+        pooled[name] = spread(counts) | {"rows": float(np.mean(rows)), "uniform": chance}
+    per_layer = [{"layer": layer} | {name: spread(counts[:, i]) for name, counts in counted.items()}
+                 for i, layer in enumerate(layers)]
     by_rows = []
     for rows in range(1, max(lengths) + 1):
         longer = [block for block in blocks if block.shape[1] >= rows]
@@ -108,8 +111,8 @@ def summarise(layers: list[int], experts: int, blocks: list[Tensor], kept: list[
 
 def spread(counts: np.ndarray) -> dict[str, float]:
     low, high = np.quantile(counts, [0.05, 0.95])
-    return {"mean": float(counts.mean()), "std": float(counts.std()), "min": int(counts.min()), "p5": float(low), "p95": float(high),
-            "max": int(counts.max())}
+    return {"mean": float(counts.mean()), "std": float(counts.std()), "min": int(counts.min()), "p5": float(low),
+            "p95": float(high), "max": int(counts.max())}
 
 
 def show(measured: dict) -> list[Table]:
@@ -117,7 +120,8 @@ def show(measured: dict) -> list[Table]:
     if not measured:
         return []
     experts, top_k = measured["experts"], measured["top_k"]
-    first = Table(title=f"Experts woken a layer and forward, of {experts}; top {top_k}; {measured['blocks']} blocks, {measured['steps']} steps")
+    first = Table(title=f"Experts woken a layer and forward, of {experts}, top {top_k}; {measured['blocks']} blocks, "
+                        f"{measured['steps']} steps")
     for name in ("forward", "rows", "mean", "std", "5..95 %", "min..max", "uniform"):
         first.add_column(name, justify="left" if name == "forward" else "right")
     if measured["plain"]:
