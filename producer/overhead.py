@@ -1,0 +1,129 @@
+"""The second axis of table 2: of each part of a cycle, how much passes inside torch's operators and how much around them.
+
+A short run of the same loop is profiled.  Where one part ends and the next begins is seen from outside, through what the loop
+calls anyway (the proposer, the sampler, on_tokens), so the loop itself knows nothing of this.
+
+    on a CPU   inside: the operators that the part calls, from entry to return; what they cost before they compute (dispatch,
+               allocation) is in it.  outside: Python, transformers' and ours.  The profiler slows both, not by the same factor,
+               so only the share is taken from it and laid on the seconds of the timed run: good to a few points.
+    on a GPU   inside: the seconds of the kernels that the part launched.  outside: the rest of its span in the timed run, that
+               is launches that the device waited for, and idle time.  A kernel is not slowed, so its seconds are taken as they are.
+
+`slowdown` says how much longer the profiled cycles took, and so how far the shares may be trusted.  Left out: which operator."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd import profiler
+
+from common.drafter.model import Drafter
+from producer.sampling import GREEDY, Sampler
+from producer.speculate import PARTS, Decoded, Limit, Network, decode
+from producer.target import Target
+
+NEW_TOKENS = 48             # of the profiled text: enough for several cycles, few enough for the profiler's memory
+MARK = "hsdraft: "          # before a part's name, among the profiler's events
+
+
+class Ranges:
+    """One open range at a time; `enter` closes the last one."""
+
+    def __init__(self) -> None:
+        self._open: profiler.record_function | None = None
+
+    def enter(self, part: str | None) -> None:
+        if self._open is not None:
+            self._open.__exit__(None, None, None)
+        self._open = profiler.record_function(MARK + part) if part else None
+        if self._open is not None:
+            self._open.__enter__()
+
+
+class MarkedProposer:
+    """The loop's proposer: propose is the draft, and the verify follows it; extend is the context, once the prefill is over."""
+
+    def __init__(self, inner: Network, ranges: Ranges) -> None:
+        self._inner, self._ranges, self._drafted = inner, ranges, False
+
+    def extend(self, taps: Tensor) -> None:
+        if self._drafted:
+            self._ranges.enter("context")
+        self._inner.extend(taps)
+        self._ranges.enter(None)
+
+    def propose(self, last: Tensor, slots: int, keep: int) -> tuple[Tensor, Tensor | None]:
+        self._ranges.enter("draft")
+        self._drafted = True
+        drafted = self._inner.propose(last, slots, keep)
+        self._ranges.enter("verify")
+        return drafted
+
+
+class MarkedSampler:
+    """The loop's sampler: judge ends the verify, and the loop's own part follows it."""
+
+    def __init__(self, inner: Sampler, ranges: Ranges) -> None:
+        self._inner, self._ranges = inner, ranges
+
+    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._inner.choose(logits)
+
+    def judge(self, logits: Tensor, draft: Tensor, q: Tensor | None) -> Tensor:
+        self._ranges.enter("judge")
+        said = self._inner.judge(logits, draft, q)
+        self._ranges.enter("loop")
+        return said
+
+
+def profiled(target: Target, drafter: Drafter, ids: list[int], limit: Limit, block_size: int) -> tuple[Decoded, list]:
+    """One text under the profiler -> its tokens and parts, the profiler's events."""
+    ranges, on_gpu, first = Ranges(), target.device.type == "cuda", []
+
+    def on_tokens(_new: list[int]) -> None:                          # after the prefill, then at the end of each loop part
+        ranges.enter("rollback" if first else None)
+        first.append(True)
+    proposer = MarkedProposer(Network(drafter, target, len(ids) + limit.max_new_tokens), ranges)
+    with profiler.profile(use_device="cuda" if on_gpu else None, use_kineto=on_gpu) as profile:
+        decoded = decode(target, proposer, drafter.config.taps, ids, limit, block_size, sampler=MarkedSampler(Sampler(GREEDY), ranges),
+                         on_tokens=on_tokens)
+        ranges.enter(None)
+    return decoded, profile.function_events
+
+
+def inside(events: Sequence, on_gpu: bool) -> dict[str, tuple[float, float]]:
+    """The profiler's events -> of each part: seconds in operators (on a GPU: in kernels), seconds of its ranges."""
+    found = dict.fromkeys(PARTS, (0.0, 0.0))
+    for event in events:
+        part = event.name.removeprefix(MARK)
+        if part != event.name and (not on_gpu or event.device_type == torch.autograd.DeviceType.CPU):
+            own = event.device_time_total if on_gpu else event.cpu_time_total - event.self_cpu_time_total
+            found[part] = found[part][0] + own / 1e6, found[part][1] + event.cpu_time_total / 1e6
+    return found
+
+
+def split(parts: dict[str, float], found: dict[str, tuple[float, float]], cycles: int, on_gpu: bool) -> dict[str, dict[str, float]]:
+    """parts: seconds a cycle of the timed run; found: of `cycles` profiled ones -> seconds a cycle inside and outside operators,
+    which add up to the part.  The remainder lies between the parts: nothing of it was profiled, all of it is outside."""
+    out = {}
+    for part, seconds in parts.items():
+        operators, ranges = found.get(part, (0.0, 0.0))
+        within = operators / cycles if on_gpu else seconds * operators / ranges if ranges else 0.0
+        within = min(within, seconds) if seconds > 0 else 0.0
+        out[part] = {"inside": within, "outside": seconds - within}
+    return out
+
+
+def measure(target: Target, drafter: Drafter, ids: list[int], limit: Limit, block_size: int, cycle: dict) -> dict:
+    """ids: of one prompt whose text has more than one token.  cycle: of producer.pieces, the timed run."""
+    on_gpu = target.device.type == "cuda"
+    short = Limit(min(NEW_TOKENS, limit.max_new_tokens), limit.eos_ids)
+    decoded, events = profiled(target, drafter, ids, short, block_size)
+    cycles = len(decoded.accepted)
+    found = inside(events, on_gpu)
+    slowdown = decoded.decode_seconds / cycles / (cycle["seconds"] - cycle["parts"]["remainder"])
+    ways = ("seconds of its kernels, and of its span without them" if on_gpu else "shares of a profiled run, laid on the timed parts")
+    return {"parts": split(cycle["parts"], found, cycles, on_gpu), "cycles": cycles, "slowdown": slowdown,
+            "note": f"Operators and Python: {ways}; {cycles} profiled cycles took {slowdown:.2f} times as long, so these two columns are "
+                    "good to a few points, not more."}
