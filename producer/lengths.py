@@ -38,6 +38,7 @@ ROUNDS = range(3, 16)       # of a calibration, the first that warms up not coun
 BUDGET = 1.0                # seconds have not gone by
 TEXT = 64                   # tokens of the prompt that a calibration runs on
 
+FULL, AUTO = "full", "auto"
 Wanted = Literal["full", "auto"] | int
 
 
@@ -246,7 +247,7 @@ class Auto:
 
 def parse(text: str, block_size: int) -> Wanted:
     """--verify-len's value: full, auto, or a number of slots, 1..block_size.  Raises UserError."""
-    if text in ("full", "auto"):
+    if text in (FULL, AUTO):
         return text
     if not (text.isascii() and text.isdigit() and 1 <= int(text) <= block_size):
         raise UserError(f"--verify-len {text}: full, auto, or a number of slots, 1 to {block_size} (1: nothing is drafted)")
@@ -255,6 +256,6 @@ def parse(text: str, block_size: int) -> Wanted:
 
 def make(wanted: Wanted, target: Target, drafter: Drafter, ids: list[int], block_size: int) -> Length | None:
     """What the loop takes.  Auto is calibrated here, on the beginning of ids."""
-    if wanted == "auto":
+    if wanted == AUTO:
         return Auto(calibrate(target, drafter, ids, block_size))
-    return None if wanted == "full" else Fixed(wanted)
+    return None if wanted == FULL else Fixed(wanted)
