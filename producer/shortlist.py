@@ -19,6 +19,7 @@ from common.drafter.model import Drafter
 from producer import stopwatch
 from producer.evaluate import PlainTexts, Prompts, accepted_at
 from producer.speculate import Decoded, Limit, Network, decode, speculate
+from producer.tables import digits, ms, percent, table
 from producer.target import Target
 
 ROUNDS = 15             # timings of each head
@@ -59,11 +60,12 @@ def measure(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainText
     guessed = _projected(target, drafter, prompts, texts, lists)
     rows = []
     for size, ids in lists.items():
-        tokens, decoding = (sum(of(spec) for spec in specs[size]) for of in (lambda s: len(s.tokens) - 1, lambda s: s.decode_seconds))
+        runs = specs[size]
+        rate = sum(len(run.tokens) - 1 for run in runs) / sum(run.decode_seconds for run in runs)
         rows.append({"size": size, "bytes": size * target.head[0].nbytes, "seconds": seconds[size],
-                     "coverage": vocab.coverage(held_out, ids), "tau": acceptance.tau_pooled([spec.accepted for spec in specs[size]]),
-                     "tau_projected": acceptance.tau_pooled(guessed[size]), "tokens_per_s": tokens / decoding,
-                     "identical": sum(spec.tokens == own for spec, own in zip(specs[size], plains, strict=True))})
+                     "coverage": vocab.coverage(held_out, ids), "tau": acceptance.tau_pooled([run.accepted for run in runs]),
+                     "tau_projected": acceptance.tau_pooled(guessed[size]), "tokens_per_s": rate,
+                     "identical": sum(run.tokens == own for run, own in zip(runs, plains, strict=True))})
     return {"vocab_size": target.vocab_size, "source": counts.source, "counted_tokens": int(counts.counts.sum()),
             "counted_distinct": int((counts.counts > 0).sum()), "always": sorted(target.eos_ids), "prompts": len(prompts),
             "drafts": drafter.config.block_size - 1, "held_out_tokens": int(held_out.sum()), "rows": rows}
@@ -117,15 +119,14 @@ def _restriction(target: Target, ids: np.ndarray) -> Tensor | None:
 
 
 def show(measured: dict) -> Table:
-    table = Table(title=f"Draft head of K tokens, of {measured['vocab_size']}; {measured['prompts']} held-out prompts, "
-                        f"{measured['held_out_tokens']} tokens",
-                  caption=f"Lists chosen by the counts of {measured['source']} ({measured['counted_tokens']} tokens, "
-                          f"{measured['counted_distinct']} different), end tokens always in.  Head: logits and choice of "
-                          f"{measured['drafts']} drafts.  proj.: tau if a token outside the list were a certain rejection.")
-    for name in ("K", "MiB", "head ms", "covered", "tau", "proj.", "tokens/s", "same"):
-        table.add_column(name, justify="right")
+    note = (f"{measured['prompts']} held-out prompts, {measured['held_out_tokens']} tokens. Lists by the counts of {measured['source']}: "
+            f"{measured['counted_tokens']} tokens, {measured['counted_distinct']} different; end tokens always in. head: logits and "
+            f"choice of {measured['drafts']} drafts. covered: of the held-out texts' tokens. projected: tau, were a token outside the "
+            "list a certain rejection.")
+    made = table(f"5. Draft head of K tokens, of {measured['vocab_size']}", "K", "MiB", "head, ms", "covered", "tau", "projected",
+                 "tokens/s", "same text", words=0, note=note)
     for row in measured["rows"]:
-        table.add_row(str(row["size"]), f"{row['bytes'] / 2 ** 20:.2f}", f"{row['seconds'] * 1e3:.3g}", f"{row['coverage']:.2%}",
-                      f"{row['tau']:.2f}", f"{row['tau_projected']:.2f}", f"{row['tokens_per_s']:.1f}",
-                      f"{row['identical']}/{measured['prompts']}")
-    return table
+        made.add_row(str(row["size"]), digits(row["bytes"] / 2 ** 20), ms(row["seconds"]), percent(row["coverage"]),
+                     f"{row['tau']:.2f}", f"{row['tau_projected']:.2f}", digits(row["tokens_per_s"]),
+                     f"{row['identical']}/{measured['prompts']}")
+    return made

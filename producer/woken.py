@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from common.drafter.model import Drafter
 from producer.evaluate import Prompts
 from producer.speculate import Limit, plain, speculate
+from producer.tables import table
 from producer.target import Target
 
 STEPS = 16              # plain steps a prompt: they wake top_k exactly, or the hooks hear something else
@@ -46,7 +47,8 @@ def listening(target: Target) -> Iterator[list[list[Tensor]]]:
     """Per router, in the layers' order, what it chose in each forward since: a list of [T, k]."""
     gates = list(routers(target).values())
     heard: list[list[Tensor]] = [[] for _ in gates]
-    hooks = [gate.register_forward_hook(lambda _module, _args, out, into=into: into.append(out[2])) for gate, into in zip(gates, heard)]
+    hooks = [gate.register_forward_hook(lambda _module, _args, out, into=into: into.append(out[2]))
+             for gate, into in zip(gates, heard, strict=True)]
     try:
         yield heard
     finally:
@@ -120,21 +122,19 @@ def show(measured: dict) -> list[Table]:
     if not measured:
         return []
     experts, top_k = measured["experts"], measured["top_k"]
-    first = Table(title=f"Experts woken a layer and forward, of {experts}, top {top_k}; {measured['blocks']} blocks, "
-                        f"{measured['steps']} steps")
-    for name in ("forward", "rows", "mean", "std", "5..95 %", "min..max", "uniform"):
-        first.add_column(name, justify="left" if name == "forward" else "right")
+    first = table(f"4a. Experts woken a layer, of {experts}", "forward", "rows", "mean", "std", "5..95 %", "min..max", "uniform",
+                  note=f"Over {measured['blocks']} blocks and {measured['steps']} plain steps, all layers. Accepted rows: the known "
+                       f"token and the drafts that stand. uniform: were each row's {top_k} chosen at random.")
     if measured["plain"]:
         first.add_row("plain step", "1", *_cells(measured["plain"]), f"{uniform(experts, top_k, 1):.1f}")
     for name, said in (("verified", "block, all rows"), ("accepted", "block, accepted rows")):
         row = measured[name]
         first.add_row(said, f"{row['rows']:.1f}", *_cells(row), f"{row['uniform']:.1f}")
     for row in measured["by_rows"]:
-        if row["rows"] & (row["rows"] - 1) == 0 or row is measured["by_rows"][-1]:
-            first.add_row(f"block, first {row['rows']}", str(row["rows"]), f"{row['mean']:.1f}", "", "", "", f"{row['uniform']:.1f}")
-    second = Table(title="By layer: mean (5..95 %)")
-    for name in ("layer", "all rows", "accepted rows"):
-        second.add_column(name, justify="right")
+        rows = row["rows"]
+        if rows > 1 and (rows & (rows - 1) == 0 or row is measured["by_rows"][-1]):     # 2, 4, 8, .. and the longest
+            first.add_row(f"block, first {rows} rows", str(rows), f"{row['mean']:.1f}", *[""] * 3, f"{row['uniform']:.1f}")
+    second = table("4b. By layer: mean (5..95 %)", "layer", "all rows", "accepted rows", words=0)
     for row in measured["per_layer"]:
         second.add_row(str(row["layer"]), *(f"{row[name]['mean']:.1f} ({row[name]['p5']:.0f}..{row[name]['p95']:.0f})"
                                             for name in ("verified", "accepted")))
