@@ -9,6 +9,7 @@ from common.settings import argument, option, state_home
 
 ADDRESS = "tcp://127.0.0.1:5757"
 Mode = Literal["generate", "prefill"]
+Experts = Literal["auto", "eager", "grouped_mm", "batched_mm", "triton"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +22,8 @@ class Model:
     device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
     dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
     threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
+    experts: Experts = option("auto", "What computes the experts of a mixture; part of the contract. auto: what the stream in --state-dir "
+                              "began with, else the fastest here, by stop-watch.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from common.contract import ExtractionContract
 from common.drafter import checkpoint
 from common.errors import CorruptError, UserError
 from common.status import Board
-from producer import assets, evaluate, prompts as prompt_files, selftest
+from producer import assets, evaluate, experts, prompts as prompt_files, selftest
 from producer.config import Serve
 from producer.production import Production
 from producer.prompts import SALT, SHIPPED
@@ -41,11 +41,14 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     check_address(settings.bind, keys, insecure=settings.insecure)
     taps = parse_taps(settings.layers, layer_count(settings.target))
     split = read_prompts(settings)
-    target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token)
+    target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token,
+                  experts=None if settings.experts == "auto" else settings.experts)
+    contract = target.contract(taps, prompt_files.thinking_mode(target.tokenizer, settings.thinking))
+    if settings.experts == "auto":
+        contract = choose_experts(target, contract, settings.state_dir / "streams")
     health = selftest.check(target, taps)
     health.require(target.name)
     log.info("%s", health.line())
-    contract = target.contract(taps, prompt_files.thinking_mode(target.tokenizer, settings.thinking))
     log.info("target %s: %s, taps %s, contract %s", target.name, target.dtype, ",".join(map(str, taps)), contract.hash[:12])
     folder = settings.state_dir / "streams" / contract.hash[:16]
     offered = assets.write(target, settings.state_dir / "assets" / contract.hash[:16])
@@ -63,6 +66,19 @@ def serve(settings: Serve, stop: service.Stop) -> None:
             Loop(settings, stop, store, link, production, evaluator).run()
         production.close()
     log.info("stopped")
+
+
+def choose_experts(target: Target, contract: ExtractionContract, streams: Path) -> ExtractionContract:
+    """--experts auto: as the stream of this contract began, so that it goes on; a stop-watch decides for a new stream only.
+
+    The choice is in the contract, so another one at the next start would end a long stream.  Returns the contract as it is now."""
+    if experts.found(target.model):
+        if kept := experts.begun(streams, contract):
+            experts.use(target.model, kept, f"the stream in {streams} began with --experts {kept}")
+            log.info("experts: %s, as the stream in %s began; not timed again", kept, streams)
+        else:
+            experts.auto(target.model, target.tokenizer, say=log.info)
+    return target.contract(contract.taps, contract.thinking)
 
 
 def read_prompts(settings: Serve) -> prompt_files.Split:

@@ -31,11 +31,11 @@ import torch
 from torch import Tensor
 
 from common.errors import UserError
+from producer.experts import TEXT
 from producer.rollback import TargetCache
 from producer.target import Target
 
 PROMPT, BLOCK, KEPT = 37, 16, 5          # tokens; 37: no multiple of the chunks in which kernels work
-TEXT = "def mean(values):\n    return sum(values) / len(values)\n\nThe quick brown fox asks: why is the sky blue? 12 + 30 = 42.\n"
 # Shares of the largest logit.  Measured 3e-7 to 1e-6 (fp32) and 5e-3 to 7e-3 (bf16); ten times that and more, for deeper models
 OWN_NOISE = {torch.float32: 1e-3, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 # Shares of a state's largest value: a few steps of the dtype.  Measured 1e-7 to 3e-7; a fold off by one token gives 0.5 and more
@@ -238,9 +238,13 @@ def worst(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @contextlib.contextmanager
 def experts_one_by_one(target: Target) -> Iterator[bool]:
-    """The experts implementation whose rows do not know of each other -> whether the model now has none that do."""
+    """The experts implementation whose rows do not know of each other -> whether the model now has none that do.
+
+    Our own is one as it stands, for shapes of equal length, which these are (grouped)."""
     own = getattr(target.model.config, "_experts_implementation", None)
     if not any(hasattr(getattr(layer, "mlp", None), "experts") for layer in target.text.layers):
+        yield True
+    elif own == "triton":
         yield True
     elif own is None:
         yield False

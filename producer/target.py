@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from common import device as devices
 from common.capture import Capture, check_states
 from common.contract import ExtractionContract
 from common.errors import CaptureError, UserError
-from producer import embedded, identity, smollm2, weights
+from producer import embedded, experts as choice, identity, smollm2, weights
 
 PROBES = 2              # rows a capture whose argmax the trainer repeats; picked among twice as many, for each costs a row of lm_head
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
@@ -218,7 +219,8 @@ def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
 
 
-def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: int | None = None) -> Target:
+def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: int | None = None, experts: str | None = None,
+         say: Callable[[str], None] = logging.getLogger("hsprod").info) -> Target:
     """Find, read and check a target.  dtype auto: float32 on a CPU, bfloat16 on a GPU.  Raises UserError.
 
     Weights are read one by one into memory of their own (weights), then moved parameter by parameter, each host copy freed
@@ -226,6 +228,8 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
     """
     folder = locate(name)
     where = devices.named(device)
+    experts: one of producer.experts.NAMES; auto: the fastest here, by stop-watch, and say is told which; None: transformers' choice.
+
     kind = {"auto": torch.float32 if where.type == "cpu" else torch.bfloat16, "float32": torch.float32,
             "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     if kind is None:
@@ -233,5 +237,9 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
     tokenizer = read_tokenizer(folder)
-    model = weights.read(folder, kind)
-    return Target(name, model.to(where), tokenizer, mask_token=mask_token)
+    model = weights.read(folder, kind).to(where)
+    if experts == "auto":
+        choice.auto(model, tokenizer, say=say)
+    elif experts is not None:
+        choice.use(model, experts)
+    return Target(name, model, tokenizer, mask_token=mask_token)

@@ -100,7 +100,7 @@ def run(settings: Generate) -> None:
     if settings.threads:
         torch.set_num_threads(settings.threads)
     asked = read(settings)
-    target = load(settings.target, dtype=settings.dtype, device=settings.device)
+    target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
     thinking = prompt_files.thinking_mode(target.tokenizer, settings.thinking)
     drafter = load_drafter(settings, target, thinking) if settings.drafter else None
     writer = Writer(target, drafter, Limit(settings.max_new_tokens, target.eos_ids), sampling, settings.block_size or None,
