@@ -31,8 +31,8 @@ class Assistant(nn.Module):
 
     def forward(self, noise_embeds: Tensor, context_hidden_states: Tensor, position_ids: Tensor, attention_mask: Tensor | None,
                 cache: DynamicCache) -> BaseModelOutput:
-        """noise_embeds [1, B, H]: the block's embeddings.  context_hidden_states [1, n, K*H]: taps of the n tokens before it, which
-        the cache does not hold yet.  position_ids [1, n + B]: of both.  attention_mask: all ones for one text, so it is not read.
+        """noise_embeds [1, B, H]: the block's embeddings.  context_hidden_states [1, n, K*H]: taps of the n tokens before it,
+        which the cache does not hold yet.  position_ids [1, n + B]: of both.  attention_mask: all ones for one text, not read.
 
         returns last_hidden_state [1, B, H], what the target's head reads.  The cache is n + B rows longer afterwards."""
         drafter, positions, slots = self.drafter, position_ids[0], noise_embeds.shape[1]
