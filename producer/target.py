@@ -29,6 +29,7 @@ from common.errors import CaptureError, UserError
 from producer import embedded, experts as choice, identity, smollm2, weights
 
 PROBES = 2              # rows a capture whose argmax the trainer repeats; picked among twice as many, for each costs a row of lm_head
+CHUNK = 64              # tokens: the padding of transformers' torch_chunk_gated_delta_rule
 RESCALED = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -59,6 +60,7 @@ class Target:
         self.delta_rule = identity.delta_rule(self.text)
         self.eos_ids = identity.end_tokens(model, tokenizer)
         self.mask_token_id = identity.mask_token(tokenizer, self.vocab_size, self.eos_ids, mask_token)
+        self._pads = "transformers:torch_chunk_gated_delta_rule" in self.delta_rule
         self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         rescaled = [key for key in RESCALED if getattr(config, key, None) not in (None, 1, 1.0)]
         if rescaled or head.bias is not None or self.embedding.shape != self.head.shape:
@@ -71,13 +73,16 @@ class Target:
     @torch.inference_mode()
     def forward(self, ids: Tensor, *, cache: DynamicCache | None = None, taps: tuple[int, ...] = (),
                 logits_to_keep: int | Tensor = 1, attention_mask: Tensor | None = None,
-                position_ids: Tensor | None = None) -> Forward:
+                position_ids: Tensor | None = None, short: bool = False) -> Forward:
         """One forward of ids [b, T] int64, continuing `cache` (which it fills) where one is given.
 
         logits_to_keep  n: the last n rows' logits; 0: all; a 1-d int64 tensor: those rows
         attention_mask  [b, past + T] 1 for tokens, 0 for padding;  position_ids [b, T]
+        short           do not let transformers' own delta rule pad T tokens to a chunk of CHUNK (a fifth of a verify on a small target)
         """
         extra = {"attention_mask": attention_mask, "position_ids": position_ids, self._cache_keyword: cache}
+        if short and self._pads and ids.shape[1] < CHUNK:
+            extra["chunk_size"] = ids.shape[1]                       # handed down to the rule as it is: the sum is the same, unpadded
         with self._listen(taps) as (heard, final):
             out = self.model(input_ids=ids, use_cache=cache is not None, logits_to_keep=logits_to_keep,
                              **{key: value for key, value in extra.items() if value is not None})
@@ -223,13 +228,13 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
          say: Callable[[str], None] = logging.getLogger("hsprod").info) -> Target:
     """Find, read and check a target.  dtype auto: float32 on a CPU, bfloat16 on a GPU.  Raises UserError.
 
+    experts: one of producer.experts.NAMES; auto: the fastest here, by stop-watch, and say is told which; None: transformers' choice.
+
     Weights are read one by one into memory of their own (weights), then moved parameter by parameter, each host copy freed
     as its device copy stands: on a GPU that shares the host's memory (Strix Halo) they exist once, and one weight twice.
     """
     folder = locate(name)
     where = devices.named(device)
-    experts: one of producer.experts.NAMES; auto: the fastest here, by stop-watch, and say is told which; None: transformers' choice.
-
     kind = {"auto": torch.float32 if where.type == "cpu" else torch.bfloat16, "float32": torch.float32,
             "bfloat16": torch.bfloat16, "float16": torch.float16}.get(dtype)
     if kind is None:

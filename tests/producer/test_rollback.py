@@ -6,6 +6,7 @@ import sys
 import pytest
 import tiny
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from drafters import prompts
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
@@ -107,11 +108,11 @@ def test_advance_is_the_librarys_recurrent_rule(hybrid, n, keys, decay):
     g, state = -decay * torch.rand(1, n, heads, generator=g_) ** 4, torch.randn(1, heads, dk, dv, generator=g_)
     want = rule(k, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True)[1][0]
     got = state[0].clone()
-    normed = (k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6))[0].permute(1, 2, 0)
+    normed = (k * torch.rsqrt((k * k).sum(-1, keepdim=True) + 1e-6))[0].transpose(0, 1)                  # [heads, n, dk]
     advance(got, normed, v[0].transpose(0, 1), g[0].T, beta[0].T)
     assert float((got - want).abs().max() / want.abs().max()) < 1e-6
     if n > 1:                                                        # the order of tokens matters, so a shift would show
-        advance(other := state[0].clone(), normed.flip(2), v[0].transpose(0, 1), g[0].T, beta[0].T)
+        advance(other := state[0].clone(), normed.flip(1), v[0].transpose(0, 1), g[0].T, beta[0].T)
         assert float((other - want).abs().max()) > 1e-3
 
 
@@ -232,3 +233,30 @@ def test_the_layer_is_the_librarys_but_for_staging(hybrid):
     layer.staged = False
     layer.activate_past_recording()
     assert layer.record_past is True
+
+
+class Shapes(TorchDispatchMode):
+    """Widths of the triangular systems that the chunk rule solves: what it padded the block to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "solve_triangular" in str(func):
+            self.seen.add(args[0].shape[-1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_block_is_not_padded_to_a_chunk_and_says_the_same(hybrid):
+    [ids] = prompts((45,))
+    text, cache = torch.tensor([ids]), TargetCache(hybrid)
+    cache.prefill(text[:, :37])
+    whole = hybrid.forward(text, logits_to_keep=8).logits
+    with Shapes() as shapes:
+        block = cache.verify(text[:, 37:]).logits
+    assert shapes.seen == {8}
+    assert float((block - whole).abs().max() / whole.abs().max()) < 1e-4
+    with Shapes() as shapes:
+        hybrid.forward(text)
+    assert shapes.seen == {64}                                       # a capture is the library's own computation, untouched
