@@ -6,8 +6,8 @@ import sys
 import pytest
 import tiny
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from drafters import prompts
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from common.errors import UserError
