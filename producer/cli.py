@@ -30,6 +30,13 @@ def generate(settings: config.Generate) -> None:
     writing.run(settings)
 
 
+def bench(settings: config.Bench) -> None:
+    """What a drafter is worth here: token rates, the pieces of a cycle, speedup and its formula, whether texts stay the same."""
+    logs.setup("WARNING")
+    from producer import bench as benchmark
+    benchmark.run(settings)
+
+
 def status(settings: config.Status) -> None:
     """What this box's producer is doing."""
     from common import status as screen
@@ -52,6 +59,7 @@ app.command("keygen")(as_command(config.Keys, "HSPROD", keygen))
 app.command("allow")(as_command(config.Allow, "HSPROD", allow))
 app.command("serve")(as_command(config.Serve, "HSPROD", serve))
 app.command("generate")(as_command(config.Generate, "HSPROD", generate))
+app.command("bench")(as_command(config.Bench, "HSPROD", bench))
 app.command("status")(as_command(config.Status, "HSPROD", status))
 
 

@@ -20,7 +20,7 @@ from torch.autograd import profiler
 
 from common.drafter.model import Drafter
 from producer.sampling import GREEDY, Sampler
-from producer.speculate import PARTS, Decoded, Limit, Network, decode
+from producer.speculate import PARTS, Decoded, Limit, Network, decode, plain
 from producer.target import Target
 
 NEW_TOKENS = 48             # of the profiled text: enough for several cycles, few enough for the profiler's memory
@@ -94,7 +94,7 @@ def profiled(target: Target, drafter: Drafter, ids: list[int], limit: Limit, blo
 
 def inside(events: Sequence, on_gpu: bool) -> dict[str, tuple[float, float]]:
     """The profiler's events -> of each part: seconds in operators (on a GPU: in kernels), seconds of its ranges."""
-    found = dict.fromkeys(PARTS, (0.0, 0.0))
+    found = dict.fromkeys((*PARTS, "step"), (0.0, 0.0))
     for event in events:
         part = event.name.removeprefix(MARK)
         if part != event.name and (not on_gpu or event.device_type == torch.autograd.DeviceType.CPU):
@@ -115,15 +115,41 @@ def split(parts: dict[str, float], found: dict[str, tuple[float, float]], cycles
     return out
 
 
-def measure(target: Target, drafter: Drafter, ids: list[int], limit: Limit, block_size: int, cycle: dict) -> dict:
-    """ids: of one prompt whose text has more than one token.  cycle: of producer.pieces, the timed run."""
-    on_gpu = target.device.type == "cuda"
+def steps_inside(target: Target, ids: list[int], limit: Limit) -> tuple[float, float, int]:
+    """Plain decoding under the profiler -> seconds in operators (kernels), seconds of the steps, steps."""
+    ranges, on_gpu = Ranges(), target.device.type == "cuda"
+    with profiler.profile(use_device="cuda" if on_gpu else None, use_kineto=on_gpu) as profile:
+        decoded = plain(target, ids, limit, on_tokens=lambda _new: ranges.enter("step"))
+        ranges.enter(None)
+    return *inside(profile.function_events, on_gpu)["step"], len(decoded.tokens) - 1
+
+
+def measure(target: Target, drafter: Drafter, ids: list[int], limit: Limit, block_size: int, pieces: dict) -> dict:
+    """ids: of one prompt whose texts have more than one token.  pieces: of producer.pieces, the timed run.
+
+    parts: of a cycle, and step: of a plain step, each {inside, outside} in seconds."""
+    on_gpu, cycle = target.device.type == "cuda", pieces["cycle"]
     short = Limit(min(NEW_TOKENS, limit.max_new_tokens), limit.eos_ids)
     decoded, events = profiled(target, drafter, ids, short, block_size)
+    operators, seconds, steps = steps_inside(target, ids, short)
     cycles = len(decoded.accepted)
-    found = inside(events, on_gpu)
     slowdown = decoded.decode_seconds / cycles / (cycle["seconds"] - cycle["parts"]["remainder"])
-    ways = ("seconds of its kernels, and of its span without them" if on_gpu else "shares of a profiled run, laid on the timed parts")
-    return {"parts": split(cycle["parts"], found, cycles, on_gpu), "cycles": cycles, "slowdown": slowdown,
-            "note": f"Operators and Python: {ways}; {cycles} profiled cycles took {slowdown:.2f} times as long, so these two columns are "
-                    "good to a few points, not more."}
+    return {"parts": split(cycle["parts"], inside(events, on_gpu), cycles, on_gpu), "cycles": cycles, "slowdown": slowdown, "on_gpu": on_gpu,
+            "step": split({"step": pieces["L_target"]}, {"step": (operators, seconds)}, steps, on_gpu)["step"]}
+
+
+def within(measured: dict, seconds: dict[str, float]) -> dict[str, float]:
+    """seconds of step, verify and draft, timed alone -> of each, what passes inside operators, by the loop's own share.
+
+    The draft's share is taken with its context's."""
+    parts = measured["parts"]
+    joined = {"step": [measured["step"]], "verify": [parts["verify"]], "draft": [parts["draft"], parts["context"]]}
+    return {name: seconds[name] * sum(p["inside"] for p in found) / sum(p["inside"] + p["outside"] for p in found)
+            for name, found in joined.items()}
+
+
+def note(measured: dict) -> str:
+    """What the numbers can and cannot say, in a line under the table."""
+    ways = "seconds of its kernels, and its span without them" if measured["on_gpu"] else "shares of a profiled run laid on the timed parts"
+    return (f"Operators and Python: {ways}; the {measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so these two "
+            "columns are good to a few points.")

@@ -14,6 +14,7 @@ from rich.console import Group
 from rich.table import Table
 
 from common.drafter.model import Drafter
+from producer.overhead import note as overhead_note
 from producer.pairs import Pair, Progress, clocked
 from producer.rollback import TargetCache
 from producer.speculate import PARTS, Network
@@ -69,7 +70,7 @@ def alone(target: Target, drafter: Drafter, pairs: Sequence[Pair], block_size: i
         one = _once(target, drafter, text, begin, [1 + (v + repeat) % block_size for v in range(block_size)], kept)
         for name, seconds in one if repeat else ():
             (verify[name - 1] if isinstance(name, int) else seen[name]).append(seconds)
-    return {"context": middle, "repeats": REPEATS, "verify": [statistics.median(v) for v in verify],
+    return {"context_tokens": middle, "repeats": REPEATS, "verify": [statistics.median(v) for v in verify],
             **{name: statistics.median(values) for name, values in seen.items()}}
 
 
@@ -84,8 +85,8 @@ def _once(target: Target, drafter: Drafter, text: torch.Tensor, at: int, sizes: 
     for size in sizes:
         keep = kept if size == max(sizes) else 1
         found.append(("step", clocked(device, lambda at=at: target.forward(text[None, at:at + 1], cache=steps))[1]))
-        for token in text[at + 1:at + keep].split(1):
-            target.forward(token[None], cache=steps)
+        if keep > 1:
+            target.forward(text[None, at + 1:at + keep], cache=steps)
         found.append(("draft", clocked(device, lambda at=at: net.propose(text[at:at + 1], max(sizes), max(sizes)))[1]))
         seen, seconds = clocked(device, lambda at=at, size=size: blocks.verify(text[None, at:at + size], taps))
         found.append((size, seconds))
@@ -112,7 +113,7 @@ def _show_alone(measured: dict) -> Table:
     made = table("2a. Pieces, each timed alone", "slots v", "verify T_t, ms", "T_t / L_target", "T_d / T_t", words=0,
                  note=f"L_target, one plain step: {ms(step)} ms here, {ms(measured['L_target'])} ms over all prompts. T_d, one draft of "
                       f"{measured['block_size']} slots with its context: {ms(draft)} ms.\nMedians of {piece['repeats']} at a context of "
-                      f"{piece['context']} tokens, taken in turn, each waited for.")
+                      f"{piece['context_tokens']} tokens, taken in turn, each waited for.")
     for v, seconds in enumerate(piece["verify"], 1):
         made.add_row(str(v), ms(seconds), f"{seconds / step:.2f}", f"{draft / seconds:.2f}")
     return made
@@ -122,7 +123,7 @@ def _show_cycle(measured: dict, overhead: dict | None) -> Table:
     note = f"Mean of {measured['verifies']} cycles of {measured['tau']:.2f} tokens; the whole is the clock around each text, less its prefill."
     split = (overhead or {}).get("parts", {})
     made = table("2b. A cycle in the loop", "part", "ms", "share", "in operators, ms", "Python and launches, ms",
-                 note=f"{note}\n{overhead['note'] if overhead else 'Operators and Python: not measured in this run.'}")
+                 note=f"{note}\n{overhead_note(overhead) if overhead else 'Operators and Python: not measured in this run.'}")
     for part, seconds in measured["parts"].items():
         inside, outside = (split.get(part, {}).get(key) for key in ("inside", "outside"))
         made.add_row(SAYS[part], ms(seconds), percent(seconds / measured["seconds"]), ms(inside), ms(outside))
