@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from rich.console import Group
+from rich.table import Table
 from torch import Tensor
 
 from producer.pairs import Pair, Progress
@@ -34,7 +34,8 @@ def measure(target: Target, pairs: Sequence[Pair], progress: Progress = lambda d
         place = first_divergence(own, got)
         spec.append(torch.zeros(len(got)) if place is None else departures(steps(target, pair.ids, got), got))
         if place is not None:
-            differing.append({"prompt": pair.prompt, "position": place, "of": len(own), "margin": margin(target, pair.ids + own[:place])})
+            near = margin(target, pair.ids + own[:place])
+            differing.append({"prompt": pair.prompt, "position": place, "of": len(own), "margin": near})
     return {"prompts": len(pairs), "identical": len(pairs) - len(differing), "dtype": str(target.dtype).removeprefix("torch."),
             "differing": differing, "floor": summed(floor), "speculative": summed(spec)}
 
@@ -63,19 +64,20 @@ def summed(gaps: Sequence[Tensor]) -> dict:
     return {"places": len(joined), "departures": int((joined > 0).sum()), "largest_margin": float(joined.max())}
 
 
-def show(measured: dict) -> Group:
+def show(measured: dict) -> list[Table]:
     same = f"{measured['identical']} of {measured['prompts']} texts identical to plain decoding, {measured['dtype']}"
-    note = "Departures: places where single steps (speculative text) or one forward of the whole (plain text: the noise floor) prefer another token."
+    note = ("Departures: places where single steps (speculative text) or one forward of the whole (plain text: the noise floor) prefer "
+            "another token.")
     if measured["dtype"] != "float32":
-        note += "\nNot fp32: identity is not claimed, only no more departures, and none clearer, than the floor's."
+        note += " Not fp32: identity is not claimed, only no more departures, and none clearer, than the floor's."
     first = table(f"6. Lossless: {same}", "text", "places", "departures", "share", "largest margin, logits", note=note)
     for key, name in (("speculative", "speculative, against single steps"), ("floor", "plain, against one forward (noise floor)")):
         row = measured[key]
         first.add_row(name, str(row["places"]), str(row["departures"]), percent(row["departures"] / row["places"]),
                       digits(row["largest_margin"]) if row["departures"] else "none")
     if not measured["differing"]:
-        return Group(first)
+        return [first]
     second = table("Texts that differ", "prompt", "first other token", "of", "target's margin there, logits")
     for row in measured["differing"]:
         second.add_row(row["prompt"][:12], str(row["position"]), str(row["of"]), digits(row["margin"]))
-    return Group(first, "", second)
+    return [first, second]

@@ -134,8 +134,8 @@ def measure(target: Target, drafter: Drafter, ids: list[int], limit: Limit, bloc
     operators, seconds, steps = steps_inside(target, ids, short)
     cycles = len(decoded.accepted)
     slowdown = decoded.decode_seconds / cycles / (cycle["seconds"] - cycle["parts"]["remainder"])
-    return {"parts": split(cycle["parts"], inside(events, on_gpu), cycles, on_gpu), "cycles": cycles, "slowdown": slowdown, "on_gpu": on_gpu,
-            "step": split({"step": pieces["L_target"]}, {"step": (operators, seconds)}, steps, on_gpu)["step"]}
+    return {"parts": split(cycle["parts"], inside(events, on_gpu), cycles, on_gpu), "cycles": cycles, "slowdown": slowdown,
+            "on_gpu": on_gpu, "step": split({"step": pieces["L_target"]}, {"step": (operators, seconds)}, steps, on_gpu)["step"]}
 
 
 def within(measured: dict, seconds: dict[str, float]) -> dict[str, float]:
@@ -150,6 +150,7 @@ def within(measured: dict, seconds: dict[str, float]) -> dict[str, float]:
 
 def note(measured: dict) -> str:
     """What the numbers can and cannot say, in a line under the table."""
-    ways = "seconds of its kernels, and its span without them" if measured["on_gpu"] else "shares of a profiled run laid on the timed parts"
-    return (f"Operators and Python: {ways}; the {measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so these two "
-            "columns are good to a few points.")
+    ways = ("seconds of its kernels, and its span without them" if measured["on_gpu"] else
+            "shares of a profiled run laid on the timed parts")
+    return (f"Operators and Python: {ways}; the {measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so "
+            "these two columns are good to a few points.")

@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 
 import torch
-from rich.console import Group
 from rich.table import Table
 
 from common.drafter.model import Drafter
@@ -22,8 +21,9 @@ from producer.tables import ms, percent, table
 from producer.target import Target
 
 REPEATS = 5                 # of each piece alone; a plain step and a draft are taken beside each verify, so B times as often
-SAYS = {"draft": "draft", "verify": "verify", "judge": "judge: which drafts stand, what follows", "loop": "loop: tokens to the host, listeners",
-        "rollback": "rollback of the target's cache", "context": "taps into the drafter's context", "remainder": "remainder: in no part"}
+SAYS = {"draft": "draft", "verify": "verify", "judge": "judge: which drafts stand, what follows",
+        "loop": "loop: tokens to the host, listeners", "rollback": "rollback of the target's cache",
+        "context": "taps into the drafter's context", "remainder": "remainder: in no part"}
 
 
 def cycle(pairs: Sequence[Pair]) -> dict:
@@ -97,33 +97,35 @@ def _once(target: Target, drafter: Drafter, text: torch.Tensor, at: int, sizes: 
     return found
 
 
-def measure(target: Target, drafter: Drafter, pairs: Sequence[Pair], block_size: int, progress: Progress = lambda done, of: None) -> dict:
+def measure(target: Target, drafter: Drafter, pairs: Sequence[Pair], block_size: int,
+            progress: Progress = lambda done, of: None) -> dict:
     return {"block_size": block_size, "L_target": plain_step(pairs), "cycle": cycle(pairs),
             "alone": alone(target, drafter, pairs, block_size, progress)}
 
 
-def show(measured: dict, overhead: dict | None = None) -> Group:
+def show(measured: dict, overhead: dict | None = None) -> list[Table]:
     """overhead: of producer.overhead, where it was measured."""
-    return Group(_show_alone(measured), "", _show_cycle(measured["cycle"], overhead))
+    return [_show_alone(measured), _show_cycle(measured["cycle"], overhead)]
 
 
 def _show_alone(measured: dict) -> Table:
     piece = measured["alone"]
     step, draft = piece["step"], piece["draft"] + piece["context"]
     made = table("2a. Pieces, each timed alone", "slots v", "verify T_t, ms", "T_t / L_target", "T_d / T_t", words=0,
-                 note=f"L_target, one plain step: {ms(step)} ms here, {ms(measured['L_target'])} ms over all prompts. T_d, one draft of "
-                      f"{measured['block_size']} slots with its context: {ms(draft)} ms.\nMedians of {piece['repeats']} at a context of "
-                      f"{piece['context_tokens']} tokens, taken in turn, each waited for.")
+                 note=f"L_target, one plain step: {ms(step)} ms here, {ms(measured['L_target'])} ms over all prompts. "
+                      f"T_d, one draft of {measured['block_size']} slots with its context: {ms(draft)} ms. "
+                      f"Medians of {piece['repeats']} at a context of {piece['context_tokens']} tokens, taken in turn, each waited for.")
     for v, seconds in enumerate(piece["verify"], 1):
         made.add_row(str(v), ms(seconds), f"{seconds / step:.2f}", f"{draft / seconds:.2f}")
     return made
 
 
 def _show_cycle(measured: dict, overhead: dict | None) -> Table:
-    note = f"Mean of {measured['verifies']} cycles of {measured['tau']:.2f} tokens; the whole is the clock around each text, less its prefill."
+    note = (f"Mean of {measured['verifies']} cycles of {measured['tau']:.2f} tokens; the whole is the clock around each text, less its "
+            "prefill.")
     split = (overhead or {}).get("parts", {})
     made = table("2b. A cycle in the loop", "part", "ms", "share", "in operators, ms", "Python and launches, ms",
-                 note=f"{note}\n{overhead_note(overhead) if overhead else 'Operators and Python: not measured in this run.'}")
+                 note=f"{note} {overhead_note(overhead) if overhead else 'Operators and Python: not measured in this run.'}")
     for part, seconds in measured["parts"].items():
         inside, outside = (split.get(part, {}).get(key) for key in ("inside", "outside"))
         made.add_row(SAYS[part], ms(seconds), percent(seconds / measured["seconds"]), ms(inside), ms(outside))

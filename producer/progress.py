@@ -16,7 +16,8 @@ def section(label: str) -> Iterator[Callable[[int, int], None]]:
         print(label, file=sys.stderr, flush=True)
         yield lambda done, of: None
         return
-    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn())
+    columns = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn(),
+               progress.TimeElapsedColumn())
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)

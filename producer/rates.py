@@ -30,8 +30,8 @@ def rate(runs: Sequence[Timed], prompt_tokens: int) -> dict:
     """tokens and seconds after the first token, their quotient, and each prompt's own."""
     tokens, seconds = sum(run.new for run in runs), sum(run.decoding for run in runs)
     prefill = sum(run.decoded.seconds["prefill"] for run in runs)
-    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "by_prompt": [run.new / run.decoding for run in runs],
-            "prompt_tokens": prompt_tokens, "prefill_seconds": prefill, "prefill_tokens_per_s": prompt_tokens / prefill}
+    return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
+            "by_prompt": [run.new / run.decoding for run in runs], "prompt_tokens": prompt_tokens, "prefill_seconds": prefill, "prefill_tokens_per_s": prompt_tokens / prefill}
 
 
 def show(measured: dict) -> Table:
@@ -42,7 +42,7 @@ def show(measured: dict) -> Table:
     if measured["llama_bench"]:
         notes.append("llama.cpp: other weights and synthetic tokens, for scale only; +- is its own standard deviation.")
     made = table("1. Token rates", "decoding", "tokens/s", "slowest / median / fastest prompt, tokens/s", "prefill, tokens/s", "tokens",
-                 note="\n".join(notes))
+                 note=" ".join(notes))
     for way in ("plain", "speculative"):
         row = measured[way]
         of = sorted(row["by_prompt"])

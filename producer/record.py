@@ -9,7 +9,7 @@ import platform
 from pathlib import Path
 
 import torch
-from rich.console import Group
+from rich.console import RenderableType
 from rich.text import Text
 
 from common import version
@@ -24,7 +24,8 @@ FIGURES = {                 # what is compared: name and unit -> its place in `s
     "plain, tokens/s": "rates.plain.tokens_per_s", "speculative, tokens/s": "rates.speculative.tokens_per_s",
     "prefill, tokens/s": "rates.plain.prefill_tokens_per_s", "tau, tokens": "pieces.cycle.tau", "eta": "speedup.eta",
     "eta / formula, parts as in the loop": "speedup.in_loop.ratio", "eta / formula, parts alone": "speedup.alone.ratio",
-    "cycle, s": "pieces.cycle.seconds", "verify in the loop, s": "pieces.cycle.parts.verify", "draft in the loop, s": "pieces.cycle.parts.draft",
+    "cycle, s": "pieces.cycle.seconds", "verify in the loop, s": "pieces.cycle.parts.verify",
+    "draft in the loop, s": "pieces.cycle.parts.draft",
     "rollback, s": "pieces.cycle.parts.rollback", "plain step alone, s": "pieces.alone.step", "draft alone, s": "pieces.alone.draft",
     "experts woken by a block": "experts.verified.mean", "texts identical": "lossless.identical",
     "departures": "lossless.speculative.departures", "noise floor, departures": "lossless.floor.departures",
@@ -96,9 +97,10 @@ def short(value: object) -> str:
     return text if len(text) <= 40 else f"{text[:16]}...{text[-8:]}"
 
 
-def show(compared: dict) -> Group:
-    said = "Nothing that identifies the run differs." if not compared["differs"] else "What differs:\n" + "\n".join(f"  {line}" for line in compared["differs"])
+def show(compared: dict) -> list[RenderableType]:
+    said = "\n".join(["What differs:", *(f"  {line}" for line in compared["differs"])] if compared["differs"] else
+                     ["Nothing that identifies the run differs."])
     made = table(f"Against the record of {compared['against'] or 'an unknown time'}", "figure", "then", "now", "now / then")
     for row in compared["figures"]:
         made.add_row(row["figure"], digits(row["then"]), digits(row["now"]), "-" if row["ratio"] is None else f"{row['ratio']:.3f}")
-    return Group(made, "", Text(said))
+    return [made, Text(said)]

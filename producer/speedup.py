@@ -8,12 +8,13 @@ The second makes two more items of the gap: short blocks at a text's end, which 
 or a draft takes in the loop beyond what it takes alone, at other contexts, among other work.  Items may be below zero."""
 from __future__ import annotations
 
-from rich.console import Group
+from rich.table import Table
 
 from producer.tables import ms, percent, table
 
 BETWEEN = ("judge", "rollback", "loop", "remainder")                 # a cycle besides draft, context and verify
-SAYS = {"short": "short blocks at a text's end", "verify": "verify in the loop beyond alone", "draft": "draft and context in the loop beyond alone",
+SAYS = {"short": "short blocks at a text's end", "verify": "verify in the loop beyond alone",
+        "draft": "draft and context in the loop beyond alone",
         "judge": "judge", "rollback": "rollback", "loop": "loop on the host", "remainder": "remainder"}
 
 
@@ -38,18 +39,19 @@ def formula(tau: float, step: float, cycle: float, t_t: float, t_d: float, gap: 
             "gap": {name: {"seconds": seconds, "share": seconds / cycle} for name, seconds in gap.items()}}
 
 
-def show(measured: dict) -> Group:
+def show(measured: dict) -> list[Table]:
     first = table("3a. Speedup", "", "T_t, ms", "T_d, ms", "eta by the formula", "eta measured", "measured / formula",
-                  note=f"eta = tau L_target / (T_t + T_d), tau {measured['tau']:.2f}, L_target {ms(measured['L_target'])} ms. T_d holds the "
-                       "drafter's context.")
+                  note=f"eta = tau L_target / (T_t + T_d), tau {measured['tau']:.2f}, L_target {ms(measured['L_target'])} ms. T_d "
+                       "holds the drafter's context.")
     for key, name in (("in_loop", "T_t and T_d as in the loop"), ("alone", "T_t and T_d timed alone")):
         row = measured[key]
         first.add_row(name, ms(row["T_t"]), ms(row["T_d"]), f"{row['eta_theory']:.3f}", f"{measured['eta']:.3f}", f"{row['ratio']:.3f}")
-    second = table("3b. What the gap is made of", "item", "ms a cycle", "costs of eta, in the loop", "costs of eta, alone",
-                   note="Each item's share of the cycle; with the ratio above they add up to 100 %. Below zero: it gains.")
+    second = table("3b. What the gap is made of", "item", "ms a cycle", "costs of eta, parts in the loop", "costs of eta, parts alone",
+                   note="Each item's share of the cycle; with measured / formula they add up to 100 %. Below zero: it gains. "
+                        "Alone are medians, the loop has means: what else the box does shows between them.")
     inner, outer = measured["in_loop"]["gap"], measured["alone"]["gap"]
     for name, item in outer.items():
         second.add_row(SAYS[name], ms(item["seconds"]), percent(inner[name]["share"]) if name in inner else "", percent(item["share"]))
     second.add_section()
     second.add_row("the whole gap", "", *(percent(1 - measured[key]["ratio"]) for key in ("in_loop", "alone")))
-    return Group(first, "", second)
+    return [first, second]

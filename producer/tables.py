@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 from rich import box
+from rich.console import Console, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 
 def table(title: str, *columns: str, note: str = "", words: int = 1) -> Table:
@@ -12,6 +14,18 @@ def table(title: str, *columns: str, note: str = "", words: int = 1) -> Table:
     for i, header in enumerate(columns):
         made.add_column(header, justify="left" if i < words else "right", vertical="bottom" if i < words else "top")
     return made
+
+
+def put(console: Console, shown: RenderableType) -> None:
+    """Print with an empty line before.  A table's title and note take the screen's width, not the table's."""
+    title, note = (shown.title, shown.caption) if isinstance(shown, Table) else (None, None)
+    console.print()
+    if isinstance(shown, Table):
+        shown.title = shown.caption = None
+        console.print(Text(str(title or ""), style="bold"))
+    console.print(shown, highlight=False)
+    if note:
+        console.print(Text(str(note), style="dim"))
 
 
 def ms(seconds: float | None) -> str:
