@@ -17,7 +17,7 @@ from common.contract import ExtractionContract
 from common.drafter import checkpoint
 from common.errors import CorruptError, UserError
 from common.status import Board
-from producer import assets, evaluate, experts, prompts as prompt_files, selftest
+from producer import assets, evaluate, experts, packed, prompts as prompt_files, selftest
 from producer.config import Serve
 from producer.production import Production
 from producer.prompts import SALT, SHIPPED
@@ -104,6 +104,7 @@ class Evaluator:
     def report(self, ready: CheckpointReady) -> dict:
         """Raises CorruptError for a checkpoint that cannot be used, Stopped."""
         drafter, config, record = checkpoint.load(ready.folder, device=self._target.device, dtype=self._target.dtype)
+        packed.pack(drafter)
         for name, ours, theirs in (("contract", self._contract.hash, record.get("contract")), ("taps", self._contract.taps, config.taps),
                                    ("hidden size", self._target.hidden_size, config.hidden_size),
                                    ("mask token", self._target.mask_token_id, config.mask_token_id)):

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
+from producer import packed
 
 SAMPLES = 4096          # elements hashed of each parameter: 0.2 s for 135M parameters, and grows with their number, not their size
 UNUSED = "<repo_name>"  # SmolLM2's tokenizer has no mask token and no room above it, but this special token, which chat never uses
@@ -80,7 +81,8 @@ def _origin(function) -> str:
 def versions(model: nn.Module) -> dict[str, str]:
     """Libraries and choices inside transformers whose change may change a bit of a capture."""
     found = {"experts": str(getattr(model.config, "_experts_implementation", None)),
-             "attention": str(getattr(model.config, "_attn_implementation", None)), "torch": torch.__version__}
+             "attention": str(getattr(model.config, "_attn_implementation", None)),
+             "linear": "packed" if packed.is_packed(model) else "torch", "torch": torch.__version__}
     for package in ("transformers", "tokenizers", "flash-linear-attention", "causal-conv1d", "kernels"):
         try:
             found[package] = importlib.metadata.version(package)

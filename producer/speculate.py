@@ -9,6 +9,7 @@ plain decoding's; at a temperature its distribution is (sampling.verdict), thoug
 Both run on Target.forward.  One wait for the device a block: the count of standing drafts and the tokens come together."""
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -108,7 +109,8 @@ class Network:
         weight = drafter.fc.weight
         if shortlist is not None:
             vocab.check(shortlist, target.vocab_size)
-        self._shortlist, self._head = shortlist, target.head if shortlist is None else target.head[shortlist]
+        self._shortlist = shortlist
+        self._head = target.logits if shortlist is None else functools.partial(F.linear, weight=target.head[shortlist])
         self._drafter, self._target, self._sampler = drafter, target, sampler or Sampler(GREEDY)
         self._cache = ContextCache(drafter.config, min(capacity, drafter.config.max_position_embeddings), weight.device, weight.dtype)
         block = torch.full((drafter.config.block_size,), drafter.config.mask_token_id, device=target.device)
@@ -122,7 +124,7 @@ class Network:
             return last[:0], None
         torch.index_select(self._target.embedding, 0, last, out=self._block[:1])
         drafted = self._drafter.draft(self._cache, self._block[:slots])[1:keep]
-        picked, q = self._sampler.choose(F.linear(drafted.to(self._target.dtype), self._head))
+        picked, q = self._sampler.choose(self._head(drafted.to(self._target.dtype)))
         return (picked, q) if self._shortlist is None else vocab.whole(picked, q, self._shortlist, self._target.vocab_size)
 
 

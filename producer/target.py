@@ -26,7 +26,7 @@ from common import device as devices
 from common.capture import Capture, check_states
 from common.contract import ExtractionContract
 from common.errors import CaptureError, UserError
-from producer import embedded, experts as choice, identity, smollm2, weights
+from producer import embedded, experts as choice, identity, packed, smollm2, weights
 
 PROBES = 2              # rows a capture whose argmax the trainer repeats; picked among twice as many, for each costs a row of lm_head
 CHUNK = 64              # tokens: the padding of transformers' torch_chunk_gated_delta_rule
@@ -53,7 +53,7 @@ class Target:
         self.text = _text_model(model)
         config = model.config.get_text_config()
         head = model.get_output_embeddings()
-        self.embedding, self.head = model.get_input_embeddings().weight, head.weight
+        self.embedding, self.head, self._head = model.get_input_embeddings().weight, head.weight, head
         self.device, self.dtype = self.head.device, self.head.dtype
         self.n_layers, (self.vocab_size, self.hidden_size) = len(self.text.layers), self.head.shape
         self.is_hybrid = any(hasattr(layer, "linear_attn") for layer in self.text.layers)
@@ -67,7 +67,8 @@ class Target:
             raise UserError(f"{name}: {rescaled[0] if rescaled else 'an lm_head with a bias or another shape than the embedding'}"
                             " is not supported: logits must be lm_head @ final state")
         probe = self.forward(torch.arange(min(8, self.vocab_size), device=self.device)[None], logits_to_keep=0)
-        if not torch.equal(probe.logits, self.logits(probe.final)):
+        plain = F.linear(probe.final, self.head)                     # the weights alone; packed ones round otherwise
+        if not torch.allclose(probe.logits, plain, rtol=0, atol=1e-5 * float(plain.abs().max())):
             raise UserError(f"{name}: the model's logits are not lm_head @ final state; this architecture is not supported")
 
     @torch.inference_mode()
@@ -114,7 +115,7 @@ class Target:
     @torch.inference_mode()
     def logits(self, final: Tensor) -> Tensor:
         """final [..., H] -> logits [..., V]; equal to the model's own, checked when the target is made."""
-        return F.linear(final, self.head)
+        return self._head(final)
 
     @torch.inference_mode()
     def capture(self, ids: np.ndarray | list[int], loss_mask: np.ndarray | list[bool], taps: tuple[int, ...],
@@ -247,4 +248,5 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
         choice.auto(model, tokenizer, say=say)
     elif experts is not None:
         choice.use(model, experts)
+    packed.pack(model)
     return Target(name, model, tokenizer, mask_token=mask_token)
