@@ -53,7 +53,7 @@ from producer.weights import read
 
 PROMPTS = Path(prompting.__file__).parent / "data" / "prompts.jsonl"
 REACH = 1.15
-ANCHORS = 24                # of one training step
+ANCHORS = 8                 # of one training step
 OURS, LOOP, ZLAB, HF, PLAIN = "ours", "ours, their target", "dflash 0.1.0", f"transformers {transformers.__version__}", "plain"
 
 
@@ -252,7 +252,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=96)
     parser.add_argument("--prompts-file", type=Path, default=PROMPTS)
-    parser.add_argument("--train-steps", type=int, default=80)
+    parser.add_argument("--train-steps", type=int, default=150)
     parser.add_argument("--threads", type=int, default=1)
     settings = parser.parse_args()
     torch.set_num_threads(settings.threads)
