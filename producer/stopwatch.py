@@ -2,10 +2,11 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Mapping
 
 import torch
+
+from producer.pairs import clocked
 
 
 def medians(calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int) -> dict[str, float]:
@@ -14,16 +15,9 @@ def medians(calls: Mapping[str, Callable[[], object]], device: torch.device, rou
     On a GPU each call is waited for before and after, so its launch counts, too."""
     names, seconds = list(calls), {name: [] for name in calls}
     for turn in range(rounds + 1):
-        for name in names[turn % len(names):] + names[:turn % len(names)]:
-            _wait(device)
-            begin = time.perf_counter()
-            calls[name]()
-            _wait(device)
+        first = turn % len(names)
+        for name in names[first:] + names[:first]:
+            taken = clocked(device, calls[name])[1]
             if turn:
-                seconds[name].append(time.perf_counter() - begin)
+                seconds[name].append(taken)
     return {name: statistics.median(taken) for name, taken in seconds.items()}
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":                                       # ROCm's name too
-        torch.cuda.synchronize(device)
