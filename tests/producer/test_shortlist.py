@@ -111,7 +111,7 @@ def test_a_restricted_head_is_never_worse_than_the_projection_at_an_anchor(targe
         counts, judged = vocab.count([kept.decoded.tokens], target.vocab_size), accepted_at(target, drafter, ids, kept, texts.limit)
         for tokens in (vocab.shortlist(counts, 20), np.flatnonzero(counts)[::2]):
             real = acceptance.simulate(drafter, lambda at: F.embedding(at, target.embedding),
-                                       lambda y, rows=torch.from_numpy(tokens): only(F.linear(y, target.head), rows),
+                                       lambda y, rows=tokens: only(F.linear(y, target.head), torch.from_numpy(rows)),
                                        text, kept.taps, len(ids))
             guessed = vocab.projected(judged, text.tolist(), tokens)
             assert all(r >= g for r, g in zip(real, guessed, strict=True))
