@@ -9,8 +9,9 @@ included: the ways divide their work differently before and after the first toke
 taps to the drafter after it), so only the whole is the same thing for all.  A ratio is taken within its prompt.  Beside the
 wall clock stands the processor time of the one thread that works, which other load hardly touches.
 
-The rivals run the target as transformers loads it, ours as producer.target.load does; the row "ours, their target" is our loop
-on their very module, so that what the loop itself is worth can be told from what the target's forward is.
+The rivals run the target as transformers loads it, ours as producer.target.load does, which on a CPU lays large matrices out
+once (producer.packed).  The row "ours, their target" is our loop on their very module, so that what the loop itself is worth
+can be told from what the target's forward is: nearly the whole gain is the forward's.
 
 dflash was written for transformers 5.15 and runs here on the installed one.  Its own statistics are asked for, because they
 hold the accepted lengths; its clock, which waits for a GPU, is replaced by a plain one where there is none.
