@@ -1,8 +1,8 @@
 """`hsprod bench`: one drafter on one target, measured from every side; tables as they are ready, and one record of all.
 
 This file joins settings, target, drafter and prompts; what is measured from what stands in sections.  The record is written after
-every section, so that a long run that is ended keeps what it has.  Greedy throughout: that is where texts can be compared.  Left out: several drafters in
-one run (run it once each, and --against)."""
+every section, so that a long run that is ended keeps what it has.  Greedy throughout: that is where texts can be compared.
+Left out: several drafters in one run (run it once each, and --against)."""
 from __future__ import annotations
 
 import dataclasses

@@ -16,6 +16,7 @@ from common.errors import UserError
 from producer.evaluate import Prompts
 from producer.lengths import AUTO, FULL, Auto, Costs, Fixed, calibrate, expected_tau
 from producer.speculate import Decoded, Length, Limit, plain, speculate
+from producer.tables import table
 from producer.target import Target
 
 PLAIN = "plain"
@@ -113,11 +114,11 @@ def _pooled(long: list[dict[str, Decoded]], slow: str, fast: str) -> float:
 def show(measured: dict) -> Table:
     runs, best = measured["runs"], max(measured["curve"], key=lambda row: row["tokens_per_s"])["v"]
     auto = measured["auto"]
-    table = Table(title=f"Verify length, block of {measured['block_size']}", caption=(
-        f"auto: {measured['gain_over_full']:.2f}x verifying all (median over {measured['timed']} prompts, calibration not counted); "
-        f"{auto['verified']:.1f} slots a block, {auto['probes']} of {auto['blocks']} blocks were probes; the curve's best is {best}"))
-    for name in ("slots", "T_t ms", "T_d ms", "tau expected", "tokens/s expected", "tokens/s", "eta", "tau", "identical"):
-        table.add_column(name, justify="right")
+    made = table(f"8. Verify length, of blocks of {measured['block_size']}", "slots v", "T_t, ms", "T_d, ms", "tau, exp.", "tokens/s, exp.",
+                 "tokens/s", "eta", "tau", "same text", words=0, note=(
+        f"exp.: expected by the curve; beside it decoded for real. auto: {measured['gain_over_full']:.2f}x verifying all (median over "
+        f"{measured['timed']} prompts, calibration not counted); {auto['verified']:.1f} slots a block, {auto['probes']} of {auto['blocks']} "
+        f"blocks were probes; the curve's best is {best}."))
 
     def real(way: str) -> list[str]:
         run = runs[way]
@@ -126,9 +127,9 @@ def show(measured: dict) -> Table:
 
     for row in measured["curve"]:
         way = FULL if row["v"] == measured["block_size"] else str(row["v"])
-        table.add_row(str(row["v"]), f"{1e3 * row['verify_seconds']:.2f}", f"{1e3 * row['draft_seconds']:.2f}", f"{row['tau']:.2f}",
+        made.add_row(str(row["v"]), f"{1e3 * row['verify_seconds']:.2f}", f"{1e3 * row['draft_seconds']:.2f}", f"{row['tau']:.2f}",
                       f"{row['tokens_per_s']:.1f}", *(real(way) if way in runs else []))
-    table.add_section()
-    table.add_row(PLAIN, "", "", "", "", *real(PLAIN))
-    table.add_row(AUTO, "", "", "", "", *real(AUTO))
-    return table
+    made.add_section()
+    made.add_row(PLAIN, "", "", "", "", *real(PLAIN))
+    made.add_row(AUTO, "", "", "", "", *real(AUTO))
+    return made

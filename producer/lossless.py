@@ -67,17 +67,17 @@ def summed(gaps: Sequence[Tensor]) -> dict:
 def show(measured: dict) -> list[Table]:
     same = f"{measured['identical']} of {measured['prompts']} texts identical to plain decoding, {measured['dtype']}"
     note = ("Departures: places where single steps (speculative text) or one forward of the whole (plain text: the noise floor) prefer "
-            "another token.")
+            "another token; margins in logits.")
     if measured["dtype"] != "float32":
         note += " Not fp32: identity is not claimed, only no more departures, and none clearer, than the floor's."
-    first = table(f"6. Lossless: {same}", "text", "places", "departures", "share", "largest margin, logits", note=note)
-    for key, name in (("speculative", "speculative, against single steps"), ("floor", "plain, against one forward (noise floor)")):
+    first = table(f"6. Lossless: {same}", "text", "places", "departures", "share", "largest margin", note=note)
+    for key, name in (("speculative", "speculative / single steps"), ("floor", "plain / whole (noise floor)")):
         row = measured[key]
         first.add_row(name, str(row["places"]), str(row["departures"]), percent(row["departures"] / row["places"]),
                       digits(row["largest_margin"]) if row["departures"] else "none")
     if not measured["differing"]:
         return [first]
-    second = table("Texts that differ", "prompt", "first other token", "of", "target's margin there, logits")
+    second = table("Texts that differ", "prompt", "first other token", "of", "margin there, logits")
     for row in measured["differing"]:
         second.add_row(row["prompt"][:12], str(row["position"]), str(row["of"]), digits(row["margin"]))
     return [first, second]

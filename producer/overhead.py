@@ -12,6 +12,8 @@ calls anyway (the proposer, the sampler, on_tokens), so the loop itself knows no
 `slowdown` says how much longer the profiled cycles took, and so how far the shares may be trusted.  Left out: which operator."""
 from __future__ import annotations
 
+import os
+import statistics
 from collections.abc import Sequence
 
 import torch
@@ -23,7 +25,8 @@ from producer.sampling import GREEDY, Sampler
 from producer.speculate import PARTS, Decoded, Limit, Network, decode, plain
 from producer.target import Target
 
-NEW_TOKENS = 48             # of the profiled text: enough for several cycles, few enough for the profiler's memory
+CYCLES = 6                  # profiled, about, and as many plain steps: the profiler keeps every operator, thousands a cycle
+os.environ.setdefault("KINETO_LOG_LEVEL", "6")     # read when the first profile begins: it would print that it does
 MARK = "hsdraft: "          # before a part's name, among the profiler's events
 
 
@@ -93,35 +96,37 @@ def profiled(target: Target, drafter: Drafter, ids: list[int], limit: Limit, blo
 
 
 def inside(events: Sequence, on_gpu: bool) -> dict[str, tuple[float, float]]:
-    """The profiler's events -> of each part: seconds in operators (on a GPU: in kernels), seconds of its ranges."""
-    found = dict.fromkeys((*PARTS, "step"), (0.0, 0.0))
+    """The profiler's events -> of one range of each part: seconds in operators (on a GPU: in kernels), seconds in all.
+
+    Medians over the ranges, so that one that the box interrupted does not speak for all."""
+    found: dict[str, list[tuple[float, float]]] = {part: [] for part in (*PARTS, "step")}
     for event in events:
         part = event.name.removeprefix(MARK)
         if part != event.name and (not on_gpu or event.device_type == torch.autograd.DeviceType.CPU):
             own = event.device_time_total if on_gpu else event.cpu_time_total - event.self_cpu_time_total
-            found[part] = found[part][0] + own / 1e6, found[part][1] + event.cpu_time_total / 1e6
-    return found
+            found[part].append((own / 1e6, event.cpu_time_total / 1e6))
+    return {part: tuple(map(statistics.median, zip(*ranges))) if ranges else (0.0, 0.0) for part, ranges in found.items()}
 
 
-def split(parts: dict[str, float], found: dict[str, tuple[float, float]], cycles: int, on_gpu: bool) -> dict[str, dict[str, float]]:
-    """parts: seconds a cycle of the timed run; found: of `cycles` profiled ones -> seconds a cycle inside and outside operators,
-    which add up to the part.  The remainder lies between the parts: nothing of it was profiled, all of it is outside."""
+def split(parts: dict[str, float], found: dict[str, tuple[float, float]], on_gpu: bool) -> dict[str, dict[str, float]]:
+    """parts: seconds a cycle of the timed run; found: of the profiled one -> seconds a cycle inside and outside operators, which
+    add up to the part.  The remainder lies between the parts: nothing of it was profiled, all of it is outside."""
     out = {}
     for part, seconds in parts.items():
         operators, ranges = found.get(part, (0.0, 0.0))
-        within = operators / cycles if on_gpu else seconds * operators / ranges if ranges else 0.0
+        within = operators if on_gpu else seconds * operators / ranges if ranges else 0.0
         within = min(within, seconds) if seconds > 0 else 0.0
         out[part] = {"inside": within, "outside": seconds - within}
     return out
 
 
-def steps_inside(target: Target, ids: list[int], limit: Limit) -> tuple[float, float, int]:
-    """Plain decoding under the profiler -> seconds in operators (kernels), seconds of the steps, steps."""
+def steps_inside(target: Target, ids: list[int], limit: Limit) -> tuple[float, float]:
+    """Plain decoding under the profiler -> of one step: seconds in operators (kernels), seconds in all."""
     ranges, on_gpu = Ranges(), target.device.type == "cuda"
     with profiler.profile(use_device="cuda" if on_gpu else None, use_kineto=on_gpu) as profile:
-        decoded = plain(target, ids, limit, on_tokens=lambda _new: ranges.enter("step"))
+        plain(target, ids, limit, on_tokens=lambda _new: ranges.enter("step"))
         ranges.enter(None)
-    return *inside(profile.function_events, on_gpu)["step"], len(decoded.tokens) - 1
+    return inside(profile.function_events, on_gpu)["step"]
 
 
 def measure(target: Target, drafter: Drafter, ids: list[int], limit: Limit, block_size: int, pieces: dict) -> dict:
@@ -129,13 +134,12 @@ def measure(target: Target, drafter: Drafter, ids: list[int], limit: Limit, bloc
 
     parts: of a cycle, and step: of a plain step, each {inside, outside} in seconds."""
     on_gpu, cycle = target.device.type == "cuda", pieces["cycle"]
-    short = Limit(min(NEW_TOKENS, limit.max_new_tokens), limit.eos_ids)
+    short, shorter = (Limit(min(limit.max_new_tokens, 1 + round(n)), limit.eos_ids) for n in (CYCLES * cycle["tau"], CYCLES))
     decoded, events = profiled(target, drafter, ids, short, block_size)
-    operators, seconds, steps = steps_inside(target, ids, short)
     cycles = len(decoded.accepted)
     slowdown = decoded.decode_seconds / cycles / (cycle["seconds"] - cycle["parts"]["remainder"])
-    return {"parts": split(cycle["parts"], inside(events, on_gpu), cycles, on_gpu), "cycles": cycles, "slowdown": slowdown,
-            "on_gpu": on_gpu, "step": split({"step": pieces["L_target"]}, {"step": (operators, seconds)}, steps, on_gpu)["step"]}
+    return {"parts": split(cycle["parts"], inside(events, on_gpu), on_gpu), "cycles": cycles, "slowdown": slowdown,
+            "on_gpu": on_gpu, "step": split({"step": pieces["L_target"]}, {"step": steps_inside(target, ids, shorter)}, on_gpu)["step"]}
 
 
 def within(measured: dict, seconds: dict[str, float]) -> dict[str, float]:
@@ -152,5 +156,5 @@ def note(measured: dict) -> str:
     """What the numbers can and cannot say, in a line under the table."""
     ways = ("seconds of its kernels, and its span without them" if measured["on_gpu"] else
             "shares of a profiled run laid on the timed parts")
-    return (f"Operators and Python: {ways}; the {measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so "
+    return (f"In operators, and around them (Python, launches): {ways}; the {measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so "
             "these two columns are good to a few points.")

@@ -21,9 +21,8 @@ from producer.tables import ms, percent, table
 from producer.target import Target
 
 REPEATS = 5                 # of each piece alone; a plain step and a draft are taken beside each verify, so B times as often
-SAYS = {"draft": "draft", "verify": "verify", "judge": "judge: which drafts stand, what follows",
-        "loop": "loop: tokens to the host, listeners", "rollback": "rollback of the target's cache",
-        "context": "taps into the drafter's context", "remainder": "remainder: in no part"}
+SAYS = {"draft": "draft", "verify": "verify", "judge": "judge", "loop": "loop on the host", "rollback": "rollback",
+        "context": "drafter's context", "remainder": "remainder"}
 
 
 def cycle(pairs: Sequence[Pair]) -> dict:
@@ -122,9 +121,9 @@ def _show_alone(measured: dict) -> Table:
 
 def _show_cycle(measured: dict, overhead: dict | None) -> Table:
     note = (f"Mean of {measured['verifies']} cycles of {measured['tau']:.2f} tokens; the whole is the clock around each text, less its "
-            "prefill.")
+            "prefill. judge: which drafts stand and what follows; loop: tokens to the host; remainder: in none of the loop's parts.")
     split = (overhead or {}).get("parts", {})
-    made = table("2b. A cycle in the loop", "part", "ms", "share", "in operators, ms", "Python and launches, ms",
+    made = table("2b. A cycle in the loop", "part", "ms", "share", "in operators, ms", "around them, ms",
                  note=f"{note} {overhead_note(overhead) if overhead else 'Operators and Python: not measured in this run.'}")
     for part, seconds in measured["parts"].items():
         inside, outside = (split.get(part, {}).get(key) for key in ("inside", "outside"))

@@ -31,7 +31,8 @@ def rate(runs: Sequence[Timed], prompt_tokens: int) -> dict:
     tokens, seconds = sum(run.new for run in runs), sum(run.decoding for run in runs)
     prefill = sum(run.decoded.seconds["prefill"] for run in runs)
     return {"tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
-            "by_prompt": [run.new / run.decoding for run in runs], "prompt_tokens": prompt_tokens, "prefill_seconds": prefill, "prefill_tokens_per_s": prompt_tokens / prefill}
+            "by_prompt": [run.new / run.decoding for run in runs],
+            "prompt_tokens": prompt_tokens, "prefill_seconds": prefill, "prefill_tokens_per_s": prompt_tokens / prefill}
 
 
 def show(measured: dict) -> Table:

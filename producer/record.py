@@ -20,16 +20,16 @@ from producer.prompts import Prompt, prompts_hash
 from producer.tables import digits, table
 
 FORMAT = 1
-FIGURES = {                 # what is compared: name and unit -> its place in `sections`
-    "plain, tokens/s": "rates.plain.tokens_per_s", "speculative, tokens/s": "rates.speculative.tokens_per_s",
-    "prefill, tokens/s": "rates.plain.prefill_tokens_per_s", "tau, tokens": "pieces.cycle.tau", "eta": "speedup.eta",
-    "eta / formula, parts as in the loop": "speedup.in_loop.ratio", "eta / formula, parts alone": "speedup.alone.ratio",
-    "cycle, s": "pieces.cycle.seconds", "verify in the loop, s": "pieces.cycle.parts.verify",
-    "draft in the loop, s": "pieces.cycle.parts.draft",
-    "rollback, s": "pieces.cycle.parts.rollback", "plain step alone, s": "pieces.alone.step", "draft alone, s": "pieces.alone.draft",
-    "experts woken by a block": "experts.verified.mean", "texts identical": "lossless.identical",
-    "departures": "lossless.speculative.departures", "noise floor, departures": "lossless.floor.departures",
-    "copy rate, bytes/s": "roofline.copy_rate"}
+FIGURES = {                 # what is compared: name and unit -> its place in `sections`, and what to multiply by
+    "plain, tokens/s": ("rates.plain.tokens_per_s", 1), "speculative, tokens/s": ("rates.speculative.tokens_per_s", 1),
+    "prefill, tokens/s": ("rates.plain.prefill_tokens_per_s", 1), "tau, tokens": ("pieces.cycle.tau", 1), "eta": ("speedup.eta", 1),
+    "eta / formula, parts in the loop": ("speedup.in_loop.ratio", 1), "eta / formula, parts alone": ("speedup.alone.ratio", 1),
+    "cycle, ms": ("pieces.cycle.seconds", 1e3), "verify in the loop, ms": ("pieces.cycle.parts.verify", 1e3),
+    "draft in the loop, ms": ("pieces.cycle.parts.draft", 1e3), "rollback, ms": ("pieces.cycle.parts.rollback", 1e3),
+    "plain step alone, ms": ("pieces.alone.step", 1e3), "draft alone, ms": ("pieces.alone.draft", 1e3),
+    "experts woken by a block": ("experts.verified.mean", 1), "texts compared": ("lossless.prompts", 1),
+    "texts identical": ("lossless.identical", 1), "departures": ("lossless.speculative.departures", 1),
+    "noise floor, departures": ("lossless.floor.departures", 1), "copy rate, GB/s": ("roofline.copy_rate", 1e-9)}
 
 
 def identity(contract: ExtractionContract, device: torch.device, folder: Path, prompts: list[Prompt]) -> dict:
@@ -71,8 +71,9 @@ def compare(old: dict, new: dict) -> dict:
     differs = [f"{place.partition('.')[2]}: {short(before.get(place))} -> {short(after.get(place))}"
                for place in sorted(before.keys() | after.keys()) if before.get(place) != after.get(place)]
     rows = []
-    for name, place in FIGURES.items():
-        then, now = (lookup(record["sections"], place) for record in (old, new))
+    for name, (place, unit) in FIGURES.items():
+        found = [lookup(record["sections"], place) for record in (old, new)]
+        then, now = (None if value is None else value * unit for value in found)
         if then is not None or now is not None:
             rows.append({"figure": name, "then": then, "now": now, "ratio": now / then if then and now is not None else None})
     return {"against": old.get("started", ""), "differs": differs, "figures": rows}
@@ -87,6 +88,7 @@ def flat(tree: dict, under: str = "") -> dict[str, object]:
 
 
 def lookup(tree: object, place: str) -> float | None:
+    """The number at 'a.b.c', None where there is none."""
     for key in place.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
     return tree

@@ -13,8 +13,8 @@ from rich.table import Table
 from producer.tables import ms, percent, table
 
 BETWEEN = ("judge", "rollback", "loop", "remainder")                 # a cycle besides draft, context and verify
-SAYS = {"short": "short blocks at a text's end", "verify": "verify in the loop beyond alone",
-        "draft": "draft and context in the loop beyond alone",
+SAYS = {"short": "short last blocks", "verify": "verify, loop beyond alone",
+        "draft": "draft, loop beyond alone",
         "judge": "judge", "rollback": "rollback", "loop": "loop on the host", "remainder": "remainder"}
 
 
@@ -40,14 +40,14 @@ def formula(tau: float, step: float, cycle: float, t_t: float, t_d: float, gap: 
 
 
 def show(measured: dict) -> list[Table]:
-    first = table("3a. Speedup", "", "T_t, ms", "T_d, ms", "eta by the formula", "eta measured", "measured / formula",
+    first = table("3a. Speedup", "", "T_t, ms", "T_d, ms", "eta, formula", "eta, measured", "measured / formula",
                   note=f"eta = tau L_target / (T_t + T_d), tau {measured['tau']:.2f}, L_target {ms(measured['L_target'])} ms. T_d "
                        "holds the drafter's context.")
-    for key, name in (("in_loop", "T_t and T_d as in the loop"), ("alone", "T_t and T_d timed alone")):
+    for key, name in (("in_loop", "parts in the loop"), ("alone", "parts timed alone")):
         row = measured[key]
         first.add_row(name, ms(row["T_t"]), ms(row["T_d"]), f"{row['eta_theory']:.3f}", f"{measured['eta']:.3f}", f"{row['ratio']:.3f}")
-    second = table("3b. What the gap is made of", "item", "ms a cycle", "costs of eta, parts in the loop", "costs of eta, parts alone",
-                   note="Each item's share of the cycle; with measured / formula they add up to 100 %. Below zero: it gains. "
+    second = table("3b. What the gap is made of", "item", "ms a cycle", "of eta, loop", "of eta, alone",
+                   note="What each item costs, as a share of the cycle, with the formula's parts taken in the loop or alone; with measured / formula they add up to 100 %. Below zero: it gains. "
                         "Alone are medians, the loop has means: what else the box does shows between them.")
     inner, outer = measured["in_loop"]["gap"], measured["alone"]["gap"]
     for name, item in outer.items():

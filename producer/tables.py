@@ -34,9 +34,11 @@ def ms(seconds: float | None) -> str:
 
 
 def digits(value: float | None) -> str:
-    """Three digits or all before the point: 0.0123, 1.23, 12.3, 1234."""
+    """Three digits or all before the point: 0.012, 1.23, 12.3, 1234; a count as it is."""
     if value is None:
         return "-"
+    if isinstance(value, int):
+        return str(value)
     size = abs(value)
     return f"{value:.0f}" if size >= 100 else f"{value:.1f}" if size >= 10 else f"{value:.2f}" if size >= 1 else f"{value:.3f}"
 
