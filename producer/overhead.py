@@ -156,5 +156,6 @@ def note(measured: dict) -> str:
     """What the numbers can and cannot say, in a line under the table."""
     ways = ("seconds of its kernels, and its span without them" if measured["on_gpu"] else
             "shares of a profiled run laid on the timed parts")
-    return (f"In operators, and around them (Python, launches): {ways}; the {measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so "
+    return (f"In operators, and around them (Python, launches): {ways}; the "
+            f"{measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so "
             "these two columns are good to a few points.")

@@ -47,7 +47,8 @@ def show(measured: dict) -> list[Table]:
         row = measured[key]
         first.add_row(name, ms(row["T_t"]), ms(row["T_d"]), f"{row['eta_theory']:.3f}", f"{measured['eta']:.3f}", f"{row['ratio']:.3f}")
     second = table("3b. What the gap is made of", "item", "ms a cycle", "of eta, loop", "of eta, alone",
-                   note="What each item costs, as a share of the cycle, with the formula's parts taken in the loop or alone; with measured / formula they add up to 100 %. Below zero: it gains. "
+                   note="What each item costs, as a share of the cycle, with the formula's parts taken in the loop or "
+                        "alone; with measured / formula they add up to 100 %. Below zero: it gains. "
                         "Alone are medians, the loop has means: what else the box does shows between them.")
     inner, outer = measured["in_loop"]["gap"], measured["alone"]["gap"]
     for name, item in outer.items():

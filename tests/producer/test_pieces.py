@@ -210,7 +210,8 @@ def test_llama_bench_files(tmp_path):
     assert cells[0][3] == "llama.cpp b1 llama 3B Q4_0 Vulkan, tg128 @ d4096"
 
 
-@pytest.mark.parametrize("text", ["", "| model | size |\n| --- | --- |\n", "[]", "{}", '[{"n_prompt": 512}]', "[1]", '{"n_prompt": 0, "n_gen": 0, "avg_ts": 1}',
+@pytest.mark.parametrize("text", ["", "| model | size |\n| --- | --- |\n", "[]", "{}", '[{"n_prompt": 512}]', "[1]",
+                                  '{"n_prompt": 0, "n_gen": 0, "avg_ts": 1}',
                                   json.dumps(PP) + "\n" + json.dumps({"n_gen": 1})])
 def test_what_is_no_llama_bench_file_is_one_line(tmp_path, text):
     path = tmp_path / "x"
