@@ -158,4 +158,4 @@ def note(measured: dict) -> str:
             "shares of a profiled run laid on the timed parts")
     return (f"In operators, and around them (Python, launches): {ways}; the "
             f"{measured['cycles']} profiled cycles took {measured['slowdown']:.2f} times as long, so "
-            "these two columns are good to a few points.")
+            "these two columns are good to a few points, and that on a box that does nothing else.")

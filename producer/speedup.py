@@ -40,7 +40,7 @@ def formula(tau: float, step: float, cycle: float, t_t: float, t_d: float, gap: 
 
 
 def show(measured: dict) -> list[Table]:
-    first = table("3a. Speedup", "", "T_t, ms", "T_d, ms", "eta, formula", "eta, measured", "measured / formula",
+    first = table("3a. Speedup", "", "T_t, ms", "T_d, ms", "eta, formula", "eta, measured", "ratio",
                   note=f"eta = tau L_target / (T_t + T_d), tau {measured['tau']:.2f}, L_target {ms(measured['L_target'])} ms. T_d "
                        "holds the drafter's context.")
     for key, name in (("in_loop", "parts in the loop"), ("alone", "parts timed alone")):
@@ -48,7 +48,7 @@ def show(measured: dict) -> list[Table]:
         first.add_row(name, ms(row["T_t"]), ms(row["T_d"]), f"{row['eta_theory']:.3f}", f"{measured['eta']:.3f}", f"{row['ratio']:.3f}")
     second = table("3b. What the gap is made of", "item", "ms a cycle", "of eta, loop", "of eta, alone",
                    note="What each item costs, as a share of the cycle, with the formula's parts taken in the loop or "
-                        "alone; with measured / formula they add up to 100 %. Below zero: it gains. "
+                        "alone; with the ratio they add up to 100 %. Below zero: it gains. "
                         "Alone are medians, the loop has means: what else the box does shows between them.")
     inner, outer = measured["in_loop"]["gap"], measured["alone"]["gap"]
     for name, item in outer.items():
