@@ -207,35 +207,35 @@ class Auto:
     """The best length by what is known so far, anew for each block; one for all texts of a run.
 
     Probes have an allowance: SHARE of the time spent decoding.  A probe pays out of it what it lost against the chosen
-    length, by the tokens that it really gave; one that gained pays in, so the next follows at once.  So where drafting does not pay
-    (v = 1) a bad phase costs SHARE at most, and a better one is noticed.  Times here are calibrated ones: the box's speed
-    cancels.  blocks, slots (verified, summed) and probes (the first FIRST blocks included) are counted."""
+    length, by the tokens that it really gave, and what GAP blocks bring at least; after one that gained the next follows
+    at once.  So where drafting does not pay (v = 1) a bad phase costs SHARE at most, and a better one is noticed.  Times here
+    are calibrated ones: the box's speed cancels.  Counted: blocks, slots (verified, summed) and probes (those of the first
+    FIRST blocks that would have been shorter included)."""
 
     def __init__(self, costs: Costs) -> None:
         self.blocks = self.slots = self.probes = 0
         self._costs, self._seconds = costs, costs.cycle()
         self._acceptance = Acceptance.unknown(len(self._seconds))
         self._dearer: deque[float] = deque(maxlen=WINDOW)
-        self._allowance = 0.0
-        self._probing: float | None = None           # while a probe runs: tokens/s that it is held against
+        self._allowance = self._price = self._least = 0.0            # seconds: at hand, what a probe asks for, what it pays at least
+        self._rate, self._probing = 0.0, False       # tokens/s of the chosen length; is this block a probe instead
 
     def choose(self, slots: int) -> int:
         tau, seconds = expected_tau(self._acceptance.rates()), self._seconds
         v = best(tau, seconds, slots)
-        rate = tau[v - 1] / seconds[v - 1]
-        price = max(lost(tau[slots - 1], seconds[slots - 1], rate), GAP * SHARE * seconds[v - 1])
-        probe = v < slots == len(seconds) and (self.blocks < FIRST or self._allowance >= price)
-        self._probing = rate if probe else None
-        return slots if probe else v
+        self._rate, self._least = tau[v - 1] / seconds[v - 1], GAP * SHARE * seconds[v - 1]
+        self._price = max(lost(tau[-1], seconds[-1], self._rate), self._least)
+        self._probing = v < slots == len(seconds) and (self.blocks < FIRST or self._allowance >= self._price)
+        return slots if self._probing else v
 
     def saw(self, verified: int, accepted: int, draft_seconds: float, verify_seconds: float) -> None:
         took = self._seconds[verified - 1]
         self._allowance += SHARE * took
-        if self._probing is not None:
-            self.probes += 1
-            if self.blocks >= FIRST:
-                self._allowance -= lost(accepted + 1, took, self._probing)
-        self._allowance = min(self._allowance, self._seconds[-1])
+        self.probes += self._probing
+        if self._probing and self.blocks >= FIRST:
+            paid = lost(accepted + 1, took, self._rate)
+            self._allowance -= paid if paid < 0 else max(paid, self._least)
+        self._allowance = min(self._allowance, self._price)
         self.blocks, self.slots = self.blocks + 1, self.slots + verified
         self._acceptance = self._acceptance.after(verified, accepted)
         if verified > 1 and draft_seconds > 0 < verify_seconds:
