@@ -4,6 +4,8 @@ What the loop's drafter says from its growing cache is what the network says of 
 geometry: at anchors below the window, at its edge and several windows on, whatever the pieces that the context came in."""
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import tiny
 import torch
@@ -31,7 +33,8 @@ def target(request):
 def fresh(target, attention: str = "mixed", *kinds: str, positions: int = 8192) -> Drafter:
     """Weights far from the initial ones, so that what it sees decides what it says."""
     config = shape_for(target.hidden_size, target.vocab_size, target.n_layers, TAPS, target.mask_token_id, attention, block_size=B,
-                       sliding_window=W, num_hidden_layers=len(kinds), layer_types=kinds, max_position_embeddings=positions)
+                       sliding_window=W if SLIDING in kinds else None, num_hidden_layers=len(kinds),
+                       layer_types=kinds, max_position_embeddings=positions)
     generator = torch.Generator().manual_seed(0)
     drafter = Drafter(config, generator)
     with torch.no_grad():
@@ -80,16 +83,10 @@ def test_drafts_in_the_loop_are_the_one_pass_networks(target, attention, length,
     want = one_pass(target, drafter, text, anchors)
     ours = torch.stack([watched.said[anchor] for anchor in anchors])
     assert float((ours - want).abs().max()) < 1e-3
-    narrow = Drafter(shape_for(**_but(drafter, sliding_window=W - 1)))
+    narrow = Drafter(dataclasses.replace(drafter.config, sliding_window=W - 1))
     narrow.load_state_dict(drafter.state_dict(), assign=True)
     far = [anchor >= W for anchor in anchors]                        # a window of one less is another drafter, past the edge
     assert float((ours - one_pass(target, narrow, text, anchors))[far].abs().amax((1, 2)).min()) > 1e-3
-
-
-def _but(drafter: Drafter, **changes) -> dict:
-    c = drafter.config
-    return dict(hidden_size=c.hidden_size, vocab_size=c.vocab_size, n_layers=c.num_target_layers, taps=c.taps, mask_token_id=c.mask_token_id,
-                attention=c.attention, block_size=B, num_hidden_layers=c.num_hidden_layers, layer_types=c.layer_types) | changes
 
 
 @pytest.mark.parametrize("kind, attention", [(SLIDING, "mixed"), (SLIDING, "bidi"), (FULL, "mixed")])
@@ -99,7 +96,7 @@ def test_the_windows_edge_in_the_decoding_cache(kind, attention, distance):
 
     The changed row comes in a piece of the prompt, as a token of a verified block, and before the cache has grown."""
     target = tiny.dense(layers=8)
-    drafter = fresh(target, attention, kind) if kind == SLIDING else _full(target)
+    drafter = fresh(target, attention, kind)
     for anchor, pieces in ((2 * W, (2 * W,)), (3 * W + 1, (3 * W - 5, 6)), (5 * W, (7,) * 17 + (1,))):
         assert sum(pieces) == anchor
         taps = torch.randn(3, 1, anchor, target.hidden_size, generator=torch.Generator().manual_seed(anchor))
@@ -109,12 +106,6 @@ def test_the_windows_edge_in_the_decoding_cache(kind, attention, distance):
         for slot in range(1, B):
             felt = kind == FULL or distance + slot - 1 < W
             assert torch.equal(one[slot - 1], other[slot - 1]) != felt, (anchor, slot)
-
-
-def _full(target) -> Drafter:
-    config = shape_for(target.hidden_size, target.vocab_size, target.n_layers, TAPS, target.mask_token_id, "mixed", block_size=B,
-                       num_hidden_layers=1, layer_types=(FULL,))
-    return Drafter(config, torch.Generator().manual_seed(0)).requires_grad_(False)
 
 
 def _said(target, drafter: Drafter, taps: torch.Tensor, pieces: tuple[int, ...]) -> torch.Tensor:
