@@ -44,6 +44,9 @@ class Generate(Answers):
     drafter: Path | None = option(None, "Folder of a drafter: a checkpoint of ours or a released one. Default: plain decoding.")
     force: bool = option(False, "Use a drafter that was trained under another contract; the text is the target's all the same.")
     block_size: int = option(0, "Slots a block, the known token's included; 0: the drafter's own.", min=0)
+    verify_len: str = option("full", "Slots of each block to verify: full, a number, or auto: chosen anew for each block from measured times "
+                             "and the running acceptance. At a temperature one seed's text depends on where blocks end, so under auto on "
+                             "timings; what is sampled from stays the same.")
     prefill_chunk: int = option(0, "Tokens of the prompt run at a time; 0: all at once.", min=0)
     stats: bool = option(True, "Say after each text, on standard error, how fast it came.")
     compare: bool = option(False, "Decode plainly, too, and say whether the texts are identical, and how much faster this came. Greedy only.")

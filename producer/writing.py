@@ -5,6 +5,7 @@ for trying a drafter and for seeing what it does."""
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,10 +17,10 @@ from common.drafter import acceptance, checkpoint
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
-from producer import prompts as prompt_files, selftest
+from producer import lengths, prompts as prompt_files, selftest
 from producer.config import Generate
 from producer.sampling import Sampling
-from producer.speculate import Decoded, Limit, OnTokens, first_divergence, margin, plain, speculate
+from producer.speculate import Decoded, Length, Limit, OnTokens, first_divergence, margin, plain, speculate
 from producer.target import Target, load
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"        # what a tokenizer writes for the first bytes of a character
@@ -60,6 +61,7 @@ class Writer:
     sampling: Sampling
     block_size: int | None
     chunk: int | None
+    length: Length | None = None
 
     def decode(self, ids: list[int], key: str, on_tokens: OnTokens | None = None) -> Decoded:
         how = dict(chunk=self.chunk, sampling=self.sampling, key=key, on_tokens=on_tokens)
@@ -69,7 +71,7 @@ class Writer:
         if len(ids) + self.limit.max_new_tokens > room:
             raise UserError(f"a prompt of {len(ids)} tokens and {self.limit.max_new_tokens} new ones: this drafter knows {room} "
                             "positions; lower --max-new-tokens, or leave the drafter out")
-        return speculate(self.target, self.drafter, ids, self.limit, block_size=self.block_size, **how)
+        return speculate(self.target, self.drafter, ids, self.limit, block_size=self.block_size, length=self.length, **how)
 
     def write(self, ids: list[int], key: str, put: Callable[[str], None]) -> Decoded:
         """Decode one prompt, putting out its text piece by piece."""
@@ -92,8 +94,9 @@ class Writer:
 def run(settings: Generate) -> None:
     if (settings.prompt is None) == (settings.prompts is None):
         raise UserError("give either a prompt or --prompts FILE")
-    if settings.drafter is None and (settings.compare or settings.block_size or settings.force):
-        raise UserError("--compare, --block-size and --force are about a drafter: give --drafter DIR")
+    if settings.drafter is None and (
+            settings.compare or settings.block_size or settings.force or settings.verify_len != lengths.FULL):
+        raise UserError("--compare, --block-size, --verify-len and --force are about a drafter: give --drafter DIR")
     sampling = Sampling(temperature=settings.temperature, top_k=settings.top_k, top_p=settings.top_p, seed=settings.seed)
     if settings.compare and sampling.temperature:
         raise UserError("--compare is for greedy decoding: two samples of one distribution differ; use --temperature 0")
@@ -103,8 +106,9 @@ def run(settings: Generate) -> None:
     target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
     thinking = prompt_files.thinking_mode(target.tokenizer, settings.thinking)
     drafter = load_drafter(settings, target, thinking) if settings.drafter else None
+    length = verify_length(settings, target, drafter, prompt_files.render(target.tokenizer, asked[0], thinking)) if drafter else None
     writer = Writer(target, drafter, Limit(settings.max_new_tokens, target.eos_ids), sampling, settings.block_size or None,
-                    settings.prefill_chunk or None)
+                    settings.prefill_chunk or None, length)
     for number, prompt in enumerate(asked, 1):
         ids = prompt_files.render(target.tokenizer, prompt, thinking)
         if settings.compare and number == 1:                         # what first use costs is neither's
@@ -113,7 +117,7 @@ def run(settings: Generate) -> None:
         decoded = writer.write(ids, prompt.id, lambda text: print(text, end="", flush=True))
         print(flush=True)
         if settings.stats:
-            say((f"[{number}/{len(asked)}] " if len(asked) > 1 else "") + summary(decoded))
+            say((f"[{number}/{len(asked)}] " if len(asked) > 1 else "") + summary(decoded, length))
         if settings.compare:
             say(writer.compare(ids, decoded))
 
@@ -146,6 +150,15 @@ def load_drafter(settings: Generate, target: Target, thinking: bool | None) -> D
     return drafter
 
 
+def verify_length(settings: Generate, target: Target, drafter: Drafter, ids: list[int]) -> Length | None:
+    """What --verify-len asks for; auto is calibrated on the beginning of ids, and how long that took is said."""
+    block_size, began = settings.block_size or drafter.config.block_size, time.perf_counter()
+    length = lengths.make(lengths.parse(settings.verify_len, block_size), target, drafter, ids, block_size)
+    if settings.stats and isinstance(length, lengths.Auto):
+        say(f"verify lengths calibrated in {time.perf_counter() - began:.1f} s")
+    return length
+
+
 def misfit(target: Target, config: DrafterConfig) -> str:
     """Why this drafter cannot run on this target; "" where it can."""
     pairs = (("layers", config.num_target_layers, target.n_layers), ("hidden size", config.hidden_size, target.hidden_size),
@@ -168,14 +181,17 @@ def rate(decoded: Decoded) -> float:
     return (len(decoded.tokens) - 1) / decoded.decode_seconds
 
 
-def summary(decoded: Decoded) -> str:
-    """One line: tokens, tokens/s, and of a drafter tau and accepted."""
+def summary(decoded: Decoded, length: Length | None = None) -> str:
+    """One line: tokens, tokens/s, of a drafter tau and accepted, and where the verify length is chosen what it came to."""
     line = f"{len(decoded.tokens)} tokens"
     if len(decoded.tokens) > 1:
         line += f", {rate(decoded):.1f} tokens/s"
     if decoded.accepted:
         line += (f", tau {acceptance.tau_pooled([decoded.accepted]):.2f} ({sum(decoded.accepted)} of {sum(decoded.offered)} drafts "
                  f"accepted in {len(decoded.accepted)} blocks)")
+        if isinstance(length, lengths.Auto):
+            line += (f", {1 + sum(decoded.offered) / len(decoded.offered):.1f} slots verified a block ({length.probes} of {length.blocks} "
+                     "blocks so far were probes)")
     return line + f", prefill {decoded.seconds['prefill']:.2f} s"
 
 

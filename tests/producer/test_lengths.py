@@ -11,8 +11,10 @@ from drafters import BLOCK, TAPS, Random, Scheduled, prompts, trained
 from hypothesis import given, settings, strategies as st
 
 from common.errors import UserError
-from producer import lengths, lengths_bench
+from producer import lengths, lengths_bench, writing
+from producer.config import Generate
 from producer.lengths import Acceptance, Auto, Costs, Fixed, best, between, costs_from, expected_tau, grid, lost, monotone
+from producer.sampling import Sampling
 from producer.speculate import Limit, decode, plain, speculate
 
 FLAT = Costs((1.0,) * 8, (0.0,) + (0.1,) * 7, 0.05)
@@ -318,3 +320,20 @@ def test_settings():
     for text in ("0", "9", "-1", "", "two", "4.5", "²", "AUTO"):
         with pytest.raises(UserError, match="--verify-len .*full, auto, or a number of slots, 1 to 8"):
             lengths.parse(text, 8)
+
+
+def test_generate_says_how_it_chose(target, text, drafter, monkeypatch, capsys):
+    monkeypatch.setattr(lengths, "BUDGET", 0.0)
+    auto = writing.verify_length(Generate(prompt="a", verify_len="auto"), target, drafter, text[0])
+    assert "verify lengths calibrated in" in capsys.readouterr().err
+    writer = writing.Writer(target, drafter, Limit(NEW), Sampling(), None, None, auto)
+    decoded = writer.decode(text[0], "")
+    assert decoded.tokens == text[1] and auto.blocks == len(decoded.accepted)
+    assert f"slots verified a block ({auto.probes} of {auto.blocks} blocks so far were probes)" in writing.summary(decoded, auto)
+    assert "slots verified" not in writing.summary(decoded)
+    assert writing.verify_length(Generate(prompt="a"), target, drafter, text[0]) is None         # full is the default
+    assert writing.verify_length(Generate(prompt="a", verify_len="2"), target, drafter, text[0]).choose(6) == 2
+    with pytest.raises(UserError, match=f"1 to {BLOCK} "):
+        writing.verify_length(Generate(prompt="a", verify_len=str(BLOCK + 1)), target, drafter, text[0])
+    with pytest.raises(UserError, match="--verify-len .* give --drafter"):
+        writing.run(Generate(prompt="a", verify_len="auto"))
