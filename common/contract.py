@@ -54,10 +54,21 @@ class ExtractionContract:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
+def unlike(ours: ExtractionContract, theirs: ExtractionContract) -> dict[str, str]:
+    """{field: 'ours -> theirs'} of the fields that differ, a library's version under versions.NAME; {} when equal."""
+    a, b = _flat(ours), _flat(theirs)
+    return {name: f"{_short(a.get(name))} -> {_short(b.get(name))}" for name in a | b if a.get(name) != b.get(name)}
+
+
 def differences(ours: ExtractionContract, theirs: ExtractionContract) -> list[str]:
     """'field: ours -> theirs' for each field that differs; [] when equal."""
-    a, b = ours.to_dict(), theirs.to_dict()
-    return [f"{name}: {_short(a[name])} -> {_short(b[name])}" for name in a if a[name] != b[name]]
+    return [f"{name}: {values}" for name, values in unlike(ours, theirs).items()]
+
+
+def _flat(contract: ExtractionContract) -> dict:
+    fields = contract.to_dict()
+    return {name: value for name, value in fields.items() if name != "versions"} | {
+        f"versions.{name}": value for name, value in fields["versions"].items()}
 
 
 def _short(value: object) -> str:

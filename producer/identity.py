@@ -19,18 +19,22 @@ SAMPLES = 4096          # elements hashed of each parameter: 0.2 s for 135M para
 UNUSED = "<repo_name>"  # SmolLM2's tokenizer has no mask token and no room above it, but this special token, which chat never uses
 
 
-def weights(model: nn.Module) -> str:
+def weights(model: nn.Module, dtype: torch.dtype | None = None) -> str:
     """sha256 hex over every parameter's name, shape, dtype and about SAMPLES of its elements, evenly strided.
 
     Parameters of up to SAMPLES elements are read whole.  An edit that touches only elements between the strides of
     larger ones is missed; fine-tuning, merging, another dtype or quantisation move nearly all elements and are seen.
     The stride is odd, so that the sample does not stay in a few columns of a matrix of even width.
+    dtype: as if the model had been loaded in it; the same bits only where the one dtype holds what the other was read from.
     """
+    own = model.get_output_embeddings().weight.dtype if dtype is not None else None
     digest = hashlib.sha256()
     for name, value in sorted(model.named_parameters()):
         flat = value.detach().flatten()
         sample = flat[::max(1, flat.numel() // SAMPLES) | 1].contiguous()
-        digest.update(f"{name} {tuple(value.shape)} {value.dtype}\n".encode())
+        if value.dtype == own:                                       # what a model keeps in another dtype it keeps in either
+            sample = sample.to(dtype)
+        digest.update(f"{name} {tuple(value.shape)} {sample.dtype}\n".encode())
         digest.update(sample.view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 

@@ -4,6 +4,7 @@ The text goes to standard output, all that is said about it to standard error.  
 for trying a drafter and for seeing what it does."""
 from __future__ import annotations
 
+import dataclasses
 import sys
 import time
 from collections.abc import Callable
@@ -12,12 +13,12 @@ from pathlib import Path
 
 import torch
 
-from common.contract import ExtractionContract
+from common.contract import ExtractionContract, unlike
 from common.drafter import acceptance, checkpoint
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
-from producer import lengths, prompts as prompt_files, selftest
+from producer import identity, lengths, prompts as prompt_files, selftest
 from producer.config import Generate
 from producer.sampling import Sampling
 from producer.speculate import Decoded, Length, Limit, OnTokens, first_divergence, margin, plain, speculate
@@ -141,11 +142,15 @@ def load_drafter(settings: Generate, target: Target, thinking: bool | None) -> D
         raise UserError(f"--drafter {settings.drafter} was made for another target: {wrong}")
     if not record:
         say(f"note: {settings.drafter} has no {checkpoint.RECORD}, so nothing vouches that it was trained for {target.name}")
-    elif wrong := strange(target.contract(config.taps, thinking), record):
-        if not settings.force:
+    else:
+        wrong, other = strange(*compared(target, target.contract(config.taps, thinking), record), record)
+        if wrong and not settings.force:
             raise UserError(f"--drafter {settings.drafter} was trained on other data than this target's: {wrong}; --force uses it "
                             "all the same (the text stays the target's, but fewer drafts will stand)")
-        say(f"note: {settings.drafter} was trained on other data than this target's: {wrong}")
+        if wrong:
+            say(f"note: {settings.drafter} was trained on other data than this target's: {wrong}")
+        if other:
+            say(f"note: {settings.drafter} was trained on states computed otherwise than here: {other}")
     selftest.check(target, config.taps).require(target.name)
     return drafter
 
@@ -166,14 +171,36 @@ def misfit(target: Target, config: DrafterConfig) -> str:
     return "; ".join(f"{name} {theirs}, {target.name} has {ours}" for name, theirs, ours in pairs if theirs != ours)
 
 
-def strange(contract: ExtractionContract, record: dict) -> str:
-    """What a drafter's record says that this target's contract does not; "" where they agree.  The record holds a hash only, so
-    the fields that differ cannot be named, but for the target's name."""
-    theirs = record.get("contract")
-    if theirs == contract.hash:
-        return ""
-    name = "" if record.get("target") == contract.target else f"target {record.get('target')}, here {contract.target}; "
-    return f"{name}contract {str(theirs)[:12]}, here {contract.hash[:12]} (taps, weights, dtype, thinking and library versions count)"
+def compared(target: Target, contract: ExtractionContract, record: dict) -> tuple[ExtractionContract, ExtractionContract | None]:
+    """This target's contract, and the one that the drafter's record holds (None: a hash only).  UserError for a damaged record.
+
+    A fingerprint of weights holds their dtype, so ours is taken in the drafter's: another dtype alone is not other weights."""
+    if "extraction" not in record:
+        return contract, None
+    try:
+        theirs = ExtractionContract.from_dict(record["extraction"])
+    except CorruptError as error:
+        raise UserError(f"the drafter's {checkpoint.RECORD} is damaged: {error}") from None
+    dtype = getattr(torch, theirs.dtype, None)
+    if isinstance(dtype, torch.dtype) and theirs.dtype != contract.dtype:
+        contract = dataclasses.replace(contract, weights=identity.weights(target.model, dtype))
+    return contract, theirs
+
+
+def strange(contract: ExtractionContract, theirs: ExtractionContract | None, record: dict) -> tuple[str, str]:
+    """'field: the drafter's -> this target's' for each that differs: those that make it another target's drafter, and those that
+    move bits only (name, dtype, kernels, library versions, the experts' implementation among them).
+
+    Old records hold a hash alone, so that any difference counts, and none but the target's name can be named."""
+    if record.get("contract") == contract.hash:
+        return "", ""
+    if theirs is None:
+        name = "" if record.get("target") == contract.target else f"target {record.get('target')}, here {contract.target}; "
+        return (f"{name}contract {str(record.get('contract'))[:12]}, here {contract.hash[:12]} (taps, weights, dtype, thinking and library "
+                "versions count)"), ""
+    fields = unlike(theirs, contract)
+    light = {name for name in fields if name in ("target", "dtype", "delta_rule") or name.startswith("versions.")}
+    return tuple("; ".join(f"{name}: {values}" for name, values in fields.items() if (name in light) == bits) for bits in (False, True))
 
 
 def rate(decoded: Decoded) -> float:

@@ -119,8 +119,9 @@ def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples
 
 def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape: DrafterConfig, plan: Plan) -> dict:
     """What a run is: resuming under any other is refused by field.  Goes into every checkpoint's record."""
-    made = versions("torch") | {"arm": arm.to_dict(), "seed": settings.seed, "contract": contract.hash, "target": contract.target,
-                                "drafter": shape.to_json(), "denominator": objectives.DENOMINATOR,
+    made = versions("torch") | {"arm": arm.to_dict(), "seed": settings.seed, "contract": contract.hash, "extraction": contract.to_dict(),
+                                "target": contract.target, "drafter": shape.to_json(),
+                                "denominator": objectives.DENOMINATOR,
                                 "plan": {name: value for name, value in vars(plan).items() if name != "eval_every"}}
     return json.loads(json.dumps(made))                      # as it will be read back: tuples are lists
 

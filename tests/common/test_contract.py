@@ -22,7 +22,14 @@ def test_every_field_moves_the_hash_and_is_named_when_it_differs(field):
     changed = dataclasses.replace(BASE, **{field: other if other is not None else value + 1})
     assert changed.hash != BASE.hash
     [line] = differences(BASE, changed)
-    assert line.startswith(field + ":")
+    assert line.startswith("versions.torch: " if field == "versions" else field + ":")
+
+
+def test_of_many_versions_the_one_that_differs_is_named():
+    """The whole table would be cut before the difference came."""
+    many = {"attention": "sdpa", "experts": "grouped_mm", "tokenizers": "0.23.1", "torch": "2.13.0+cpu", "transformers": "5.24.0"}
+    ours, theirs = (dataclasses.replace(BASE, versions=many | more) for more in ({}, {"experts": "triton", "kernels": "1"}))
+    assert differences(ours, theirs) == ['versions.experts: "grouped_mm" -> "triton"', 'versions.kernels: null -> "1"']
 
 
 @pytest.mark.parametrize("spoil, says", [

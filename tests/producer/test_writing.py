@@ -15,7 +15,7 @@ from common.drafter import checkpoint
 from common.drafter.config import shape_for
 from common.drafter.model import Drafter
 from common.errors import UserError
-from producer import cli, writing
+from producer import cli, identity, writing
 from producer.config import Generate
 from producer.prompts import Prompt, render
 from producer.sampling import Sampling
@@ -149,6 +149,54 @@ def test_another_contract_is_refused_and_can_be_forced(target, folder, tmp_path,
         writing.load_drafter(settings_for(folder), target, True)      # another thinking mode is another contract
     writing.load_drafter(settings_for(folder), target, None)
     assert capsys.readouterr().err == ""
+
+
+def with_contract(folder, path, target, **change):
+    """The same drafter, its record holding the whole contract, changed as told."""
+    drafter, _, record = checkpoint.load(folder, "cpu", torch.float32)
+    contract = dataclasses.replace(target.contract(TAPS, None), **change)
+    checkpoint.save(path, drafter, record | {"contract": contract.hash, "extraction": contract.to_dict()}, torch.float32)
+    return path
+
+
+@pytest.mark.parametrize("change", [dict(weights="f" * 64), dict(tokenizer="f" * 64), dict(chat_template=""), dict(thinking=True),
+                                    dict(mask_token_id=7), dict(taps=(1, 2)), dict(n_layers=9), dict(final_rule="raw")])
+def test_a_drafter_of_other_data_is_refused_naming_the_field(target, folder, tmp_path, capsys, change):
+    path, [name] = with_contract(folder, tmp_path / "d", target, **change), change
+    with pytest.raises(UserError, match=f"other data than this target's: {name}: [^;]* -> [^;]*; --force"):
+        writing.load_drafter(settings_for(path), target, None)
+    writing.load_drafter(settings_for(path, force=True), target, None)
+    assert capsys.readouterr().err.startswith("note: ")
+
+
+@pytest.mark.parametrize("change, says", [
+    (lambda v: dict(versions=v | {"experts": "triton"}), 'versions.experts: "triton" -> "'),
+    (lambda v: dict(versions=v | {"torch": "2.12.1"}), 'versions.torch: "2.12.1" -> '), (lambda v: dict(delta_rule="fla:x"), 'delta_rule: "fla:x" -> ""'),
+    (lambda v: dict(target="elsewhere"), 'target: "elsewhere" -> "tiny-dense"')])
+def test_what_moves_bits_only_is_noted(target, folder, tmp_path, capsys, change, says):
+    path = with_contract(folder, tmp_path / "d", target, **change(target.contract(TAPS, None).versions))
+    writing.load_drafter(settings_for(path), target, None)
+    said = capsys.readouterr().err
+    assert said.startswith("note: ") and "computed otherwise than here: " + says in said and said.count("\n") == 1
+
+
+def test_another_dtype_is_not_other_weights_and_hides_none(target, folder, tmp_path, capsys):
+    path = with_contract(folder, tmp_path / "d", target, dtype="bfloat16", weights=identity.weights(tiny.dense(layers=8, dtype=torch.bfloat16).model))
+    writing.load_drafter(settings_for(path), target, None)
+    assert 'dtype: "bfloat16" -> "float32"\n' in capsys.readouterr().err
+    other = with_contract(folder, tmp_path / "e", target, dtype="bfloat16",
+                          weights=identity.weights(tiny.dense(1, layers=8, dtype=torch.bfloat16).model))
+    with pytest.raises(UserError, match="weights: "):
+        writing.load_drafter(settings_for(other), target, None)
+
+
+def test_a_record_with_a_damaged_contract(target, folder, tmp_path):
+    path = with_contract(folder, tmp_path / "d", target)
+    record = json.loads((path / checkpoint.RECORD).read_text())
+    del record["extraction"]["taps"]
+    (path / checkpoint.RECORD).write_text(json.dumps(record | {"contract": "f"}))
+    with pytest.raises(UserError, match="record.json is damaged.*taps"):
+        writing.load_drafter(settings_for(path), target, None)
 
 
 @pytest.mark.parametrize("change, says", [(dict(n_layers=9), "layers 9, tiny-dense has 8"), (dict(hidden_size=128), "hidden size 128"),
