@@ -1,7 +1,16 @@
-"""A command run inside the test process sets up logging for a whole process: put it back, or the next test's lines go astray."""
+"""What holds for every test.
+
+Triton's interpreter stands in for a GPU where there is none.  The variable is read when triton is first imported, and
+transformers does that, so it is set before any test module is.  A command run inside the test process sets up logging for
+a whole process: put it back, or the next test's lines go astray."""
 import logging
+import os
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(autouse=True)
