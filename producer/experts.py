@@ -54,7 +54,7 @@ def obstacle(model: nn.Module, name: str) -> str:
     where torch has none transformers silently loops, waiting for the device."""
     layer = found(model)[0]
     weight = layer.gate_up_proj if hasattr(layer, "gate_up_proj") else layer.down_proj
-    if name == "triton" and (wrong := _no_triton(layer, weight)):
+    if name == "triton" and (wrong := no_triton(layer, weight)):
         return wrong
     own = model.config._experts_implementation
     try:
@@ -73,7 +73,8 @@ def obstacle(model: nn.Module, name: str) -> str:
     return ""
 
 
-def _no_triton(layer: nn.Module, weight: Tensor) -> str:
+def no_triton(layer: nn.Module, weight: Tensor) -> str:
+    """Why our kernels cannot run for this layer, one of whose weights is given; "" where they can.  Compiles nothing."""
     if weight.device.type != "cuda":
         return "Triton kernels run on a GPU"
     try:
@@ -130,17 +131,18 @@ def measure(model: nn.Module, names: tuple[str, ...], ids: Tensor) -> dict[str, 
         for name in names:
             model.set_experts_implementation(name)
             for length in lengths:
-                _wait(ids.device)
+                wait(ids.device)
                 began = time.perf_counter()
                 model(input_ids=ids[:, :length], use_cache=False, logits_to_keep=1)
-                _wait(ids.device)
+                wait(ids.device)
                 if round_:
                     taken[name][length].append(time.perf_counter() - began)
     model.set_experts_implementation(own)
     return {name: {length: statistics.median(times) for length, times in by_length.items()} for name, by_length in taken.items()}
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """Until the device has done what it was given."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 

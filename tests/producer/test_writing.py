@@ -151,7 +151,7 @@ def test_another_contract_is_refused_and_can_be_forced(target, folder, tmp_path,
     assert capsys.readouterr().err == ""
 
 
-def with_contract(folder, path, target, **change):
+def with_contract(folder, path, target, /, **change):
     """The same drafter, its record holding the whole contract, changed as told."""
     drafter, _, record = checkpoint.load(folder, "cpu", torch.float32)
     contract = dataclasses.replace(target.contract(TAPS, None), **change)
