@@ -143,7 +143,8 @@ def load_drafter(settings: Generate, target: Target, thinking: bool | None) -> D
     if not record:
         say(f"note: {settings.drafter} has no {checkpoint.RECORD}, so nothing vouches that it was trained for {target.name}")
     else:
-        wrong, other = strange(*compared(target, target.contract(config.taps, thinking), record), record)
+        contract = dataclasses.replace(target.contract(config.taps, thinking), mask_token_id=config.mask_token_id)   # the stream's --mask-token
+        wrong, other = strange(*compared(target, contract, record), record)
         if wrong and not settings.force:
             raise UserError(f"--drafter {settings.drafter} was trained on other data than this target's: {wrong}; --force uses it "
                             "all the same (the text stays the target's, but fewer drafts will stand)")
@@ -151,6 +152,9 @@ def load_drafter(settings: Generate, target: Target, thinking: bool | None) -> D
             say(f"note: {settings.drafter} was trained on other data than this target's: {wrong}")
         if other:
             say(f"note: {settings.drafter} was trained on states computed otherwise than here: {other}")
+    if config.mask_token_id != target.mask_token_id and (word := target.tokenizer.convert_ids_to_tokens(config.mask_token_id)) is not None:
+        say(f"note: the mask token of {settings.drafter}, {config.mask_token_id}, is {word!r} here: where a text holds it, drafts mean little "
+            "(the text stays the target's)")
     selftest.check(target, config.taps).require(target.name)
     return drafter
 

@@ -136,6 +136,25 @@ def test_what_cannot_run_here_is_one_line_that_names_it(monkeypatch, target, tmp
     assert isinstance(got.exception, UserError) and says in str(got.exception) and "\n" not in str(got.exception) and got.stdout == ""
 
 
+@pytest.mark.parametrize("mask, noted", [(MASK, None), (MASK + 1, None), (ROWS - 1, None), (tiny.MASK, "'<|mask|>'"), (100, "is '")])
+def test_the_mask_token_is_the_drafters_choice(monkeypatch, target, tmp_path, mask, noted):
+    """C4: any row of the embedding will do; one that a text can hold is said to be one."""
+    monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
+    got = hsprod("hello", "--max-new-tokens", 2, "--drafter", write(tmp_path / "d", CURRENT | {"dflash_config": INSIDE | {"mask_token_id": mask}}))
+    assert got.exit_code == 0 and ("the mask token of" in got.stderr) == bool(noted) and (noted or "") in got.stderr
+
+
+@pytest.mark.parametrize("extraction", [True, False])
+def test_a_stream_with_a_mask_token_of_its_own_is_this_targets_all_the_same(target, tmp_path, capsys, extraction):
+    """`hsprod serve --mask-token`: the contract that the drafter was trained under says it, and generate has no such option."""
+    served = Target(target.name, target.model, target.tokenizer, mask_token=MASK + 3).contract((1, 2, 3, 4, 5), None)
+    drafter = write(tmp_path / "d", CURRENT | {"dflash_config": INSIDE | {"mask_token_id": MASK + 3}})
+    record = {"contract": served.hash, "target": served.target} | ({"extraction": served.to_dict()} if extraction else {})
+    (drafter / checkpoint.RECORD).write_text(json.dumps(record))
+    writing.load_drafter(writing.Generate(prompt="a", drafter=drafter), target, None)
+    assert capsys.readouterr().err == ""
+
+
 def test_a_text_may_use_the_drafters_last_position_and_no_more(target, tmp_path):
     drafter = checkpoint.load(write(tmp_path / "d", CURRENT | {"max_position_embeddings": 40}), "cpu", torch.float32)[0]
     def writer(new: int) -> writing.Writer:
