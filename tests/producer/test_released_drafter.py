@@ -87,7 +87,7 @@ def test_a_released_folder_generates_the_targets_text(target_folder, folder):
     assert "has no record.json, so nothing vouches" in spec.stderr and "texts identical" in spec.stderr and "drafts accepted" in spec.stderr
 
 
-@pytest.mark.parametrize("block", [1, 2, 16])
+@pytest.mark.parametrize("block", [1, 5])
 def test_smaller_blocks_down_to_none_drafted(monkeypatch, target, folder, block):
     monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
     got = hsprod("hello", "--max-new-tokens", 12, "--drafter", folder, "--block-size", block, "--compare")
@@ -136,7 +136,7 @@ def test_what_cannot_run_here_is_one_line_that_names_it(monkeypatch, target, tmp
     assert isinstance(got.exception, UserError) and says in str(got.exception) and "\n" not in str(got.exception) and got.stdout == ""
 
 
-@pytest.mark.parametrize("mask, noted", [(MASK, None), (MASK + 1, None), (ROWS - 1, None), (tiny.MASK, "'<|mask|>'"), (100, "is '")])
+@pytest.mark.parametrize("mask, noted", [(MASK + 1, None), (tiny.MASK, "'<|mask|>'")])
 def test_the_mask_token_is_the_drafters_choice(monkeypatch, target, tmp_path, mask, noted):
     """C4: any row of the embedding will do; one that a text can hold is said to be one."""
     monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
