@@ -4,7 +4,7 @@ Attention layers forget by cutting rows.  Gated DeltaNet layers cannot: their st
 block is verified their writes are held back (StagedLinearLayer), and `commit(n)` advances them over n tokens only:
 
     fold     from what the verify itself projected: convolution inputs, gates and rates; only the delta rule is redone,
-             for all layers at once.  The default.
+             for all layers at once.  A block that is kept whole needs not even that.  The default.
     replay   the plain twin: each layer's linear_attn runs once more over the accepted tokens.
 
 A test holds the two equal, and the state equal to one-token decoding's.  Nothing of transformers is patched; a build that
@@ -37,12 +37,14 @@ class StagedLinearLayer(LinearAttentionLayer):
     """A linear-attention cache layer whose writes are held back while `staged`.
 
     update_conv_state then returns the columns that the convolution needs and keeps them in `pending` [1, C, K + T];
-    update_recurrent_state drops the end-of-block state.  record_past reads true, because the model asks for it before it
-    lets a one-token forward change conv_states in place: without that a block of one token would leak.
+    update_recurrent_state keeps the end-of-block state in `ended` [1, Hv, Dk, Dv].  record_past reads true, because the
+    model asks for it before it lets a one-token forward change conv_states in place: without that a block of one token
+    would leak.
     """
 
     staged = False
     pending: Tensor | None = None
+    ended: Tensor | None = None
 
     @property
     def record_past(self) -> bool:
@@ -59,7 +61,10 @@ class StagedLinearLayer(LinearAttentionLayer):
         return self.pending
 
     def update_recurrent_state(self, recurrent_states: Tensor, state_idx: int = 0, **kwargs) -> Tensor:
-        return recurrent_states if self.staged else super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        if not self.staged:
+            return super().update_recurrent_state(recurrent_states, state_idx, **kwargs)
+        self.ended = recurrent_states
+        return recurrent_states
 
 
 class TargetCache:
@@ -115,7 +120,10 @@ class TargetCache:
             for layer in self._attention:
                 layer.crop(n - self._block)
         for group in self._groups:
-            group.fold(self._records, n)
+            if n == self._block and (n == 1 or self._target.rule_is_fp32):
+                group.take()
+            else:
+                group.fold(self._records, n)
         if self._rule == "replay":
             for i in self._linear:
                 self._target.text.layers[i].linear_attn(self._records[i, "input_layernorm"][:, :n], self._cache)
@@ -137,7 +145,7 @@ class TargetCache:
         """For one forward: linear layers staged, and hooks on the modules whose output the rule needs."""
         hooks = []
         for i, layer in self._linear.items():
-            layer.staged, layer.pending = True, None
+            layer.staged, layer.pending, layer.ended = True, None, None
             for name in RECORDED[self._rule]:
                 hooks.append(self._target.text.layers[i].get_submodule(name).register_forward_hook(self._recorder(i, name)))
         try:
@@ -159,6 +167,8 @@ class TargetCache:
         """Did this build of transformers run the layers as commit needs it?  Cheap: shapes only, every verify."""
         tokens, wrong = self._block, None
         for i, layer in self._linear.items():
+            if layer.ended is None or layer.ended.dtype != layer.recurrent_states[0].dtype:
+                wrong = f"layer {i} gave no state at the block's end"
             if layer.pending is None or layer.pending.shape[-1] != layer.conv_states[0].shape[-1] + tokens:
                 wrong = f"layer {i} gave no convolution inputs of the block"
             for name in RECORDED[self._rule]:
@@ -182,6 +192,14 @@ class _Group:
     decay: Tensor               # [L, Hv, 1], fp32, negative
     dt_bias: Tensor             # [L, Hv, 1]
     _gathered: dict[str, tuple[Tensor, tuple[Tensor, ...]]] = field(default_factory=dict)
+
+    def take(self) -> None:
+        """The block is kept whole, so the states at its end, which the verify itself came to, are the states.
+
+        Not where a library's kernel came to them in bf16 over several tokens: the error of each such block would stay."""
+        conv, states = self._together("conv_states"), self._together("recurrent_states")
+        torch.cat([layer.pending[..., -conv.shape[-1]:] for layer in self.layers.values()], out=conv)
+        torch.cat([layer.ended for layer in self.layers.values()], out=states)
 
     def fold(self, records: dict[tuple[int, str], Tensor], n: int) -> None:
         """Advance every layer's convolution and recurrent state over the block's first n tokens."""

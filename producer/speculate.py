@@ -158,7 +158,10 @@ def decode(target: Target, proposer: Proposer, taps: tuple[int, ...], ids: list[
     on_tokens(tokens[:])
     while remaining := limit.remaining(tokens):
         slots = block_slots(block_size, remaining)
-        draft, q = proposer.propose(last, slots, slots if length is None else length.choose(slots))
+        keep = slots if length is None else length.choose(slots)
+        draft, q = proposer.propose(last, slots, keep)
+        if len(draft) >= keep:
+            raise ValueError(f"the drafter gave {len(draft)} tokens, at most {keep - 1} were asked for")
         laps.lap("draft")
         seen = cache.verify(torch.cat([last, draft])[None], taps)
         laps.lap("verify")

@@ -44,7 +44,8 @@ class Target:
     """A frozen model, its tokenizer and what both boxes must know about them.
 
     name, model, tokenizer, device, dtype as given; text is the inner model that owns .layers and .norm; embedding and
-    head are [V, H] weights (one tensor where the model ties them); eos_ids and mask_token_id by producer.identity.
+    head are [V, H] weights (one tensor where the model ties them); eos_ids and mask_token_id by producer.identity;
+    rule_is_fp32: several tokens go through transformers' own delta rule, which computes in fp32 and pads to CHUNK.
     Raises UserError for a model whose logits are not head @ final: the trainer would teach another distribution.
     """
 
@@ -60,7 +61,7 @@ class Target:
         self.delta_rule = identity.delta_rule(self.text)
         self.eos_ids = identity.end_tokens(model, tokenizer)
         self.mask_token_id = identity.mask_token(tokenizer, self.vocab_size, self.eos_ids, mask_token)
-        self._pads = "transformers:torch_chunk_gated_delta_rule" in self.delta_rule
+        self.rule_is_fp32 = "transformers:torch_chunk_gated_delta_rule" in self.delta_rule
         self._cache_keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
         rescaled = [key for key in RESCALED if getattr(config, key, None) not in (None, 1, 1.0)]
         if rescaled or head.bias is not None or self.embedding.shape != self.head.shape:
@@ -82,7 +83,7 @@ class Target:
         short           do not let transformers' own delta rule pad T tokens to a chunk of CHUNK (a fifth of a verify on a small target)
         """
         extra = {"attention_mask": attention_mask, "position_ids": position_ids, self._cache_keyword: cache}
-        if short and self._pads and ids.shape[1] < CHUNK:
+        if short and self.rule_is_fp32 and ids.shape[1] < CHUNK:
             extra["chunk_size"] = ids.shape[1]                       # handed down to the rule as it is: the sum is the same, unpadded
         with self._listen(taps) as (heard, final):
             out = self.model(input_ids=ids, use_cache=cache is not None, logits_to_keep=logits_to_keep,

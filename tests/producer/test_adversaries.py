@@ -139,3 +139,10 @@ def test_a_foreign_id_never_becomes_text(target, known, foreign):
     assert target.vocab_size == 320
     with pytest.raises(IndexError):
         decode(target, Told(ids + tokens, lambda right, n: right[:1] + [foreign] * len(right[1:])), TAPS, ids, Limit(20), 6, chunk=64)
+
+
+def test_more_than_was_asked_for_is_the_drafters_fault(target, known):
+    ids, tokens, _ = known
+    for extra in (1, 5):
+        with pytest.raises(ValueError, match=f"the drafter gave {5 + extra} tokens, at most 5"):
+            decode(target, Told(ids + tokens, lambda right, n: right + [7] * extra), TAPS, ids, Limit(20), 6, chunk=64)
