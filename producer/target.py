@@ -243,6 +243,7 @@ def load(name: str, *, dtype: str = "auto", device: str = "auto", mask_token: in
         raise UserError(f"--dtype {dtype}: choose auto, float32, bfloat16 or float16")
     if not sys.stderr.isatty():
         hf_logging.disable_progress_bar()
+    hf_logging.set_verbosity_error()                                 # it warns of torch kernels; the contract records which run
     tokenizer = read_tokenizer(folder)
     model = weights.read(folder, kind).to(where)
     if experts == "auto":

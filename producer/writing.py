@@ -18,7 +18,7 @@ from common.drafter import acceptance, checkpoint
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
-from producer import identity, lengths, prompts as prompt_files, selftest
+from producer import identity, lengths, packed, prompts as prompt_files, selftest
 from producer.config import Generate
 from producer.sampling import Sampling
 from producer.speculate import Decoded, Length, Limit, OnTokens, first_divergence, margin, plain, speculate
@@ -156,6 +156,7 @@ def load_drafter(settings: Generate, target: Target, thinking: bool | None) -> D
         say(f"note: the mask token of {settings.drafter}, {config.mask_token_id}, is {word!r} here: where a text holds it, drafts mean little "
             "(the text stays the target's)")
     selftest.check(target, config.taps).require(target.name)
+    packed.pack(drafter)
     return drafter
 
 
