@@ -30,17 +30,17 @@ import torch
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from benchmarks import recorded, rivals
 from benchmarks.recorded import Recording
-from common.drafter import acceptance, checkpoint
+from common.drafter import acceptance, checkpoint, geometry
 from common.drafter.config import SLIDING, DrafterConfig, shape_for
 from common.drafter.model import Drafter
 from common.errors import UserError
 from common.files import write_whole
 from trainer import arms, config, daemon
-from trainer.batch import bf16, concat_taps, make_batch
+from trainer.batch import concat_taps, make_batch
 from trainer.optim import Optimizer, share_at
 from trainer.step import train_step
 
@@ -90,7 +90,6 @@ def train_theirs(recording: Recording, python: Path, captures: Path, order: List
 
 def same_network(recording: Recording, python: Path, captures: Path) -> float:
     """Largest difference between their forward and ours on one capture and random weights, relative; RuntimeError above SAME."""
-    from safetensors.torch import save_file
     shape, folder = rival_shape(recording), captures.parent
     weights, out = folder / ".random.safetensors", folder / ".hidden.safetensors"
     drafter = Drafter(shape, generator=torch.Generator().manual_seed(0))
@@ -100,8 +99,7 @@ def same_network(recording: Recording, python: Path, captures: Path) -> float:
         worker.ask("hidden", captures=str(captures), index=0, shape=shape.to_json(), weights=str(weights), out=str(out), seed=0)
     theirs, capture = load_file(out), recording.train[0]
     anchors, ids = theirs["anchors"], torch.from_numpy(capture.ids).long()
-    from common.drafter.geometry import block_inputs
-    block = recording.embedding[block_inputs(ids, anchors, shape.block_size, shape.mask_token_id)].flatten(0, 1)[None]
+    block = recording.embedding[geometry.block_inputs(ids, anchors, shape.block_size, shape.mask_token_id)].flatten(0, 1)[None]
     with torch.no_grad():
         ours = drafter(block, anchors[None], concat_taps(capture.taps)[None])[0]
     weights.unlink(), out.unlink()
@@ -281,7 +279,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32, help="held-out prompts of the real loop; 0: none")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=Path("recipes"))
+    parser.add_argument("--out", type=Path, default=Path("demo/recipes"))
     parser.add_argument("--quick", action="store_true", help="two seeds, few steps: does it run?")
     parser.add_argument("--python", type=Path, help="a Python that has speculators; default: one made in the cache folder")
     options = parser.parse_args()

@@ -24,7 +24,11 @@ from speculators.train.data import CollateFn
 from speculators.train.optimizers import build_optimizers
 from speculators.train.trainer import TrainerConfig, _resolve_scheduler_steps
 from torch import Tensor, nn
-from transformers import Qwen3Config, get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+from transformers import (
+    Qwen3Config,
+    get_cosine_schedule_with_warmup,
+    get_linear_schedule_with_warmup,
+)
 
 from benchmarks import rivals
 from benchmarks.random_capture import embedding_of, random_capture
