@@ -63,12 +63,12 @@ def rival_shape(recording: Recording) -> DrafterConfig:
 
 def train_ours(recording: Recording, arm: arms.Arm, recipe: config.Recipe, order: Lists, seed: int) -> tuple[Drafter, dict]:
     """As `hstrain run` does, on captures that are at hand."""
-    shape = shape_of(recording, arm.attention)
+    shape = shape_of(recording, arm.attention, all_sliding=arm.all_sliding)
     drafter = Drafter(shape, generator=torch.Generator().manual_seed(seed))
     daemon.fit(SimpleNamespace(drafter=drafter, config=shape), recording.train)
     optimizer, begin, losses = Optimizer(drafter, recipe.optimizer, recipe.lr), time.monotonic(), []
     for step, wanted in enumerate(order):
-        batch = make_batch([recording.train[i] for i in wanted], shape, anchors=recipe.anchors, max_tokens=recipe.max_tokens,
+        batch = make_batch([recording.train[i] for i in wanted], shape, arm, anchors=recipe.anchors, max_tokens=recipe.max_tokens,
                            generator=torch.Generator().manual_seed((seed << 32) + step))
         losses.append(train_step(drafter, optimizer, recording.embedding, recording.head, batch, arm, share_at(step, len(order)))["loss"])
     tail = losses[-50:]

@@ -76,7 +76,7 @@ def build(shape: dict, tokens: int, anchors: int, arm: str, optimizer: str, thre
     config, capture = DrafterConfig.from_json(shape), random_capture(shape, tokens)
     drafter = Drafter(config, generator=torch.Generator().manual_seed(0))
     for seed in itertools.count():
-        batch = make_batch([capture], config, anchors=anchors, max_tokens=tokens, generator=torch.Generator().manual_seed(seed))
+        batch = make_batch([capture], config, arms.named(arm), anchors=anchors, max_tokens=tokens, generator=torch.Generator().manual_seed(seed))
         if int(batch.supervised.sum()) == anchors * (config.block_size - 1):
             break
     held.update(drafter=drafter, optimizer=Optimizer(drafter, optimizer, 1e-3), embedding=embedding_of(shape), batch=batch,
@@ -133,8 +133,7 @@ def head_alone(vocab: int, rows: int, arm: str) -> dict:
 
     from common.drafter.config import DrafterConfig
     from trainer import arms
-    from trainer.head import weighted_loss
-    from trainer.objectives import LOSSES
+    from trainer.head import Rows, weighted_sums
     torch.set_num_threads(1)
     shape = shape_of(vocab)
     from benchmarks.random_capture import embedding_of
@@ -142,9 +141,12 @@ def head_alone(vocab: int, rows: int, arm: str) -> dict:
     head, generator = embedding_of(shape), torch.Generator().manual_seed(3)
     hidden = torch.randn(rows, HIDDEN, generator=generator).requires_grad_()
     labels = torch.randint(vocab, (rows,), generator=generator)
+    loss = arms.named(arm).loss
+    slots = torch.arange(rows)
+    made = Rows(labels=labels, weights=torch.ones(rows), blocks=slots // (BLOCK - 1), slots=1 + slots % (BLOCK - 1), block_size=BLOCK,
+                finals=torch.randn(rows, HIDDEN, generator=generator).bfloat16() if loss != "ce" else None)
     mark, begin = rivals.Peak(), time.perf_counter()
-    loss, _ = weighted_loss(hidden, head, labels, torch.ones(rows), LOSSES[arms.named(arm).loss])
-    loss.backward()
+    weighted_sums(hidden, head, made, loss).numerator.backward()
     return {"peak": mark.bytes(), "seconds": time.perf_counter() - begin, "rows": rows, "vocab": vocab}
 
 

@@ -16,6 +16,9 @@ from common.capture import Capture
 from common.drafter import geometry
 from common.drafter.config import DrafterConfig
 from common.errors import CaptureError, CorruptError, UserError
+from trainer import corruption
+from trainer.arms import Arm
+from trainer.objectives import NEEDS_TEACHER
 if TYPE_CHECKING:
     from trainer.inbox import Inbox
 
@@ -28,15 +31,16 @@ class Batch:
 
     taps: Tensor          # (b, S, K*H) bf16
     anchors: Tensor       # (b, N) int64, geometry.PADDING where a sequence had fewer
-    inputs: Tensor        # (b, N, B) int64: known token at slot 0, mask id behind it
+    inputs: Tensor        # (b, N, B) int64: the mask id in masked slots, the text's own token in the others, slot 0 among them
     labels: Tensor        # (b, N, B) int64
-    supervised: Tensor    # (b, N, B) bool
+    supervised: Tensor    # (b, N, B) bool: masked slots only
+    origin: Tensor        # (b, N) int64: slot that exp weights decay from (corruption.draw)
+    finals: Tensor | None # (b, S, H) bf16 final states, row t of token t; None where the arm's loss has no teacher
     tokens: int           # rows of all sequences, padding not counted
     cut: int              # rows left out because a sequence was longer than the limit
 
     def to(self, device: torch.device) -> Batch:
-        moved = {k: v.to(device, non_blocking=True) for k, v in vars(self).items() if isinstance(v, Tensor)}
-        return Batch(**moved, tokens=self.tokens, cut=self.cut)
+        return Batch(**{k: v.to(device, non_blocking=True) if isinstance(v, Tensor) else v for k, v in vars(self).items()})
 
 
 def bf16(bits: np.ndarray) -> Tensor:
@@ -49,28 +53,30 @@ def concat_taps(taps: np.ndarray) -> Tensor:
     return bf16(np.ascontiguousarray(taps.transpose(1, 0, 2))).flatten(1)
 
 
-def make_batch(captures: list[Capture], config: DrafterConfig, *, anchors: int, max_tokens: int,
+def make_batch(captures: list[Capture], config: DrafterConfig, arm: Arm, *, anchors: int, max_tokens: int,
                generator: torch.Generator) -> Batch:
-    """Anchors are drawn sequence by sequence from `generator` (CPU), up to `anchors` each, without replacement."""
-    block, drawn, cut = config.block_size, [], 0
-    lengths = [min(c.tokens, max_tokens) for c in captures]
-    for capture, length in zip(captures, lengths):
-        cut += capture.tokens - length
-        valid = geometry.valid_anchors(torch.from_numpy(capture.loss_mask[:length]))
-        drawn.append(geometry.draw_anchors(valid, anchors, generator))
-    taps = torch.zeros(len(captures), max(lengths), len(config.taps) * config.hidden_size, dtype=torch.bfloat16)
+    """Anchors are drawn sequence by sequence from `generator` (CPU), up to `anchors` each, without replacement; then, from the
+    same generator, what is masked: so arms of one seed train at the same anchors, whatever they mask and minimise."""
+    block, lengths = config.block_size, [min(c.tokens, max_tokens) for c in captures]
+    valid = [geometry.valid_anchors(torch.from_numpy(c.loss_mask[:length])) for c, length in zip(captures, lengths)]
+    drawn = [geometry.draw_anchors(v, anchors, generator) for v in valid]
     where = geometry.stack_anchors([*drawn, torch.tensor([geometry.PADDING])])[:-1]        # at least one block, if only padding
+    masked, origin = (x.unflatten(0, where.shape) for x in corruption.draw(arm.corruption, where.numel(), block, generator))
+    taps = torch.zeros(len(captures), max(lengths), len(config.taps) * config.hidden_size, dtype=torch.bfloat16)
+    finals = torch.zeros(len(captures), max(lengths), config.hidden_size, dtype=torch.bfloat16) if arm.loss in NEEDS_TEACHER else None
     inputs, labels, supervised = [], [], []
     for i, (capture, length) in enumerate(zip(captures, lengths)):
         taps[i, :length] = concat_taps(capture.taps[:, :length])
+        if finals is not None:
+            finals[i, :length] = bf16(capture.final[:length])
         ids = torch.from_numpy(capture.ids[:length]).long()
         mask = torch.from_numpy(capture.loss_mask[:length])
-        inputs.append(geometry.block_inputs(ids, where[i], block, config.mask_token_id))
+        inputs.append(geometry.block_inputs(ids, where[i], block, config.mask_token_id, masked[i]))
         label, keep = geometry.block_labels(ids, mask, where[i], block)
         labels.append(label)
-        supervised.append(keep)
-    return Batch(taps=taps, anchors=where, inputs=torch.stack(inputs), labels=torch.stack(labels),
-                 supervised=torch.stack(supervised), tokens=sum(lengths), cut=cut)
+        supervised.append(keep & masked[i])
+    return Batch(taps=taps, anchors=where, inputs=torch.stack(inputs), labels=torch.stack(labels), supervised=torch.stack(supervised),
+                 origin=origin, finals=finals, tokens=sum(lengths), cut=sum(c.tokens for c in captures) - sum(lengths))
 
 
 def check_probes(capture: Capture, head: Tensor) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from common.settings import argument, option, state_home
+from trainer.arms import choices
 
 ADDRESS = "tcp://127.0.0.1:5757"
 
@@ -14,10 +15,24 @@ ADDRESS = "tcp://127.0.0.1:5757"
 Kind = Literal["adamw", "muon"]
 
 
+def _one_of(field: str) -> str:
+    return ", ".join(choices(field))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     arm: str = option("ce_causal", "The arm to train; hstrain arms lists them.")
     producer: str = option(ADDRESS, "Address of hsprod serve.")
+    loss: str | None = option(None, f"The arm with another loss: {_one_of('loss')}. This and the seven options below, and --block-size, make "
+                              "an arm of its own, whose name says so.", show_default=False)
+    attention: str | None = option(None, f"The arm with another attention inside the block: {_one_of('attention')}.", show_default=False)
+    corruption: str | None = option(None, f"The arm with other slots masked: {_one_of('corruption')}.", show_default=False)
+    weights: str | None = option(None, f"The arm with other weights of slots: {_one_of('weights')}.", show_default=False)
+    gamma: float | None = option(None, "Decay of exp weights, in slots. Default: by block size (7 for 16).", show_default=False)
+    alpha: float | None = option(None, "Floor of dpace's confidences, 0 to 1.", show_default=False)
+    all_sliding: bool | None = option(None, "Whether the last layer slides, too.", show_default=False)
+    draft_vocab: int | None = option(None, "Tokens that may be drafted, the commonest of the first samples; the head is cut to them. Default: all.",
+                                     show_default=False)
     seed: int = option(0, "Seed of the drafter's start and of anchors.", min=0, max=2 ** 31 - 1)
     steps: int | None = option(None, "Length of the run, in optimisation steps. Default: by the target's size (see docs).", min=1, show_default=False)
     tokens: int | None = option(None, "Length of the run in tokens trained on, re-reads included, instead of --steps; turned into "
@@ -35,7 +50,7 @@ class Run:
                                              show_default=False)
     lr: float | None = option(None, "Peak learning rate. Default: by the target's size.", show_default=False)
     layers: int | None = option(None, "Decoder layers of the drafter. Default: by the target's size.", min=1, show_default=False)
-    block_size: int | None = option(None, "Positions per block, the known token included. Default: by the target's size.", min=2, show_default=False)
+    block_size: int | None = option(None, "Positions per block, the known token included. Default: by the target's size.", show_default=False)
     window: int | None = option(None, "Sliding window in tokens. Default: by the target's size.", min=1, show_default=False)
     device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
     threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)

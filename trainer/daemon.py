@@ -39,7 +39,7 @@ def run(settings: config.Run, stop: service.Stop) -> None:
     stop.begin()
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    arm, device = arms.named(settings.arm), devices.named(settings.device)
+    arm, device = arms.overridden(settings.arm, settings), devices.named(settings.device)
     folder = settings.run_dir or settings.state_dir / "runs" / f"{arm.name}-s{settings.seed}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}", folder.name):
         raise UserError(f"--run-dir {folder}: its last part names the run on the wire; use up to 32 letters, digits and . _ : -")
@@ -103,9 +103,9 @@ def load_weights(assets: dict[str, Path], device: torch.device) -> tuple[Tensor,
 
 
 def shape_of(settings: config.Run, arm: Arm, contract: ExtractionContract) -> DrafterConfig:
-    given = {"num_hidden_layers": settings.layers, "block_size": settings.block_size, "sliding_window": settings.window}
+    given = {"num_hidden_layers": settings.layers, "block_size": arm.block_size, "sliding_window": settings.window}
     return shape_for(contract.hidden_size, contract.vocab_size, contract.n_layers, contract.taps, contract.mask_token_id, arm.attention,
-                     **{name: value for name, value in given.items() if value is not None})
+                     all_sliding=arm.all_sliding, **{name: value for name, value in given.items() if value is not None})
 
 
 def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples) -> Plan:

@@ -90,7 +90,7 @@ class Loop:
         return wanted if max(wanted) < len(self.samples) else None
 
     def _step(self, wanted: list[int]) -> None:
-        batch = make_batch([self.samples[i] for i in wanted], self.run.config, anchors=self.plan.anchors,
+        batch = make_batch([self.samples[i] for i in wanted], self.run.config, self.arm, anchors=self.plan.anchors,
                            max_tokens=self.plan.max_tokens, generator=self.run.generator()).to(self.embedding.device)
         share = share_at(self.run.step, self.plan.steps)
         self.numbers = train_step(self.run.drafter, self.run.optimizer, self.embedding, self.head, batch, self.arm, share)

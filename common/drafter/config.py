@@ -108,8 +108,10 @@ PLAIN = {"hidden_size": int, "num_hidden_layers": int, "num_attention_heads": in
 
 
 def shape_for(hidden_size: int, vocab_size: int, n_layers: int, taps: tuple[int, ...], mask_token_id: int,
-              attention: str, **overrides: Any) -> DrafterConfig:
+              attention: str, *, all_sliding: bool = False, **overrides: Any) -> DrafterConfig:
     """The default drafter for a target of n_layers layers; overrides are fields of DrafterConfig.  UserError if impossible.
+
+    Every layer slides but the last, which sees all of the text; all_sliding: that one slides too.
 
     From 1024 up it is the released drafter of Qwen3.6-35B-A3B (dflash-facts 1.1), scaled in heads and width; below, the
     small one of the demo targets (embedded-target-facts.md, smollm2-facts.md)."""
@@ -125,7 +127,7 @@ def shape_for(hidden_size: int, vocab_size: int, n_layers: int, taps: tuple[int,
                      num_key_value_heads=_divisor(heads, heads // 2), intermediate_size=128 * -(-hidden_size * 8 // (3 * 128)),
                      rope_theta=1e4, max_position_embeddings=8192, sliding_window=512, block_size=8)
     shape |= dict(rms_norm_eps=1e-6) | overrides
-    shape.setdefault("layer_types", (SLIDING,) * (shape["num_hidden_layers"] - 1) + (FULL,))
+    shape.setdefault("layer_types", (SLIDING,) * (shape["num_hidden_layers"] - 1) + (SLIDING if all_sliding else FULL,))
     if SLIDING not in shape["layer_types"] and "sliding_window" not in overrides:
         shape["sliding_window"] = None
     try:

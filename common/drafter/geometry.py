@@ -53,11 +53,15 @@ def block_labels(ids: Tensor, loss_mask: Tensor, anchors: Tensor, block_size: in
     return _take(ids, rows).long(), supervised
 
 
-def block_inputs(ids: Tensor, anchors: Tensor, block_size: int, mask_token_id: int) -> Tensor:
-    """-> (..., N, B) int64: the anchor's own token at slot 0, the mask token in every other slot."""
-    inputs = torch.full((*anchors.shape, block_size), mask_token_id, dtype=torch.long, device=anchors.device)
-    inputs[..., 0] = torch.where(anchors >= 0, _take(ids, anchors.clamp(min=0)[..., None])[..., 0].long(), mask_token_id)
-    return inputs
+def block_inputs(ids: Tensor, anchors: Tensor, block_size: int, mask_token_id: int, masked: Tensor | None = None) -> Tensor:
+    """-> (..., N, B) int64: the mask token in every masked slot, the text's own token in the others.
+
+    masked (..., N, B) bool; None: all slots but slot 0, as a drafter meets them.  Slots that have no token (past the text,
+    or of a block that is none) hold the mask token whatever `masked` says."""
+    positions = block_positions(anchors, block_size)
+    known = torch.arange(block_size, device=anchors.device) == 0 if masked is None else ~masked
+    known = known & (anchors[..., None] >= 0) & (positions < ids.shape[-1])
+    return torch.where(known, _take(ids, positions.clamp(0, ids.shape[-1] - 1)).long(), mask_token_id)
 
 
 def teacher_rows(anchors: Tensor, block_size: int) -> Tensor:

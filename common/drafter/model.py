@@ -22,7 +22,12 @@ Context = list[tuple[Tensor, Tensor]]          # per layer: keys and values of t
 
 class Drafter(nn.Module):
     """Without a generator the parameters are on the meta device, without values, until `reset` or a checkpoint fills
-    them: a drafter that was never initialised cannot run."""
+    them: a drafter that was never initialised cannot run.
+
+    shortlist: (K,) int64 ascending, the only tokens it is trained to draft, so that it goes with those rows of the head;
+    None: all of them.  No weight: it travels beside them (checkpoint.SHORTLIST)."""
+
+    shortlist: Tensor | None
 
     def __init__(self, config: DrafterConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -32,6 +37,7 @@ class Drafter(nn.Module):
             self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
             self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))
             self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.register_buffer("shortlist", None, persistent=False)
         self.rules = [geometry.layer_rule(config, layer) for layer in range(config.num_hidden_layers)]
         if generator is not None:
             self.reset(generator)

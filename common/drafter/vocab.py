@@ -16,6 +16,7 @@ from torch import Tensor
 from common.errors import UserError
 
 SHARES = (32, 16, 8, 4, 2, 1)       # of V: the lists that are tried by default
+OUTSIDE = -1                        # the place of a token that is not in a list
 STEP = 16                           # rows of a head come in multiples of this: a matrix unit's tile
 
 
@@ -63,6 +64,29 @@ def whole(picked: Tensor, q: Tensor | None, ids: Tensor, vocab_size: int) -> tup
     """
     spread = None if q is None else q.new_zeros(len(q), vocab_size).index_copy_(1, ids, q)
     return ids[picked], spread
+
+
+def places(tokens: Tensor, ids: Tensor) -> Tensor:
+    """tokens (...) int64, the list ids [K] int64 ascending -> (...) int64: each token's place in the list, or OUTSIDE."""
+    place = torch.searchsorted(ids, tokens).clamp(max=len(ids) - 1)
+    return torch.where(ids[place] == tokens, place, OUTSIDE)
+
+
+def to_d2t(ids: Tensor) -> Tensor:
+    """ids [K] int64 -> d2t [K] int64, an offset as speculators and EAGLE-3 have it: token of draft id i is i + d2t[i].
+
+    (GGUF's d2t is absolute: the ids themselves.)"""
+    return ids - torch.arange(len(ids), device=ids.device)
+
+
+def from_d2t(d2t: Tensor) -> Tensor:
+    """The ids [K] of such a map."""
+    return d2t + torch.arange(len(d2t), device=d2t.device)
+
+
+def to_t2d(ids: Tensor, vocab_size: int) -> Tensor:
+    """ids [K] -> t2d [V] bool: the tokens that may be drafted (speculators' second map)."""
+    return torch.zeros(vocab_size, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
 
 
 def projected(accepted_at: Sequence[int], text: Sequence[int], ids: np.ndarray) -> list[int]:

@@ -1,82 +1,96 @@
+"""Each loss and weight against the formula written the slow way, number by number, in Python's doubles."""
 import math
-import weakref
 
 import pytest
 import torch
+from hypothesis import given, settings, strategies as st
 
+from common.drafter.vocab import OUTSIDE
 from trainer import objectives
-from trainer.arms import ARMS, named
-from common.errors import UserError
-from trainer.head import dense, weighted_loss
+from trainer.objectives import LOSSES, dpace, gamma_for, slot_weights
 from trainer.optim import share_at
 
 
-def test_weights_and_loss_equal_the_slow_way():
-    """exp(-(j-1)/gamma) with gamma 7 at block 16 (DFlash), slot 0 never, sum(w m loss) / sum(w m)."""
-    arm, torch_rng = ARMS["ce_causal"], torch.Generator().manual_seed(0)
-    logits, labels = torch.randn(20, 11, generator=torch_rng), torch.randint(11, (20,), generator=torch_rng)
-    slots = torch.randint(1, 16, (20,), generator=torch_rng)
-    top = bottom = 0.0
-    for row, label, slot in zip(logits, labels.tolist(), slots.tolist()):
-        w = math.exp(-(slot - 1) / 7)
-        top += w * (math.log(sum(math.exp(v) for v in row.tolist())) - row[label].item())
-        bottom += w
-    weights = objectives.slot_weights(arm, 16)[slots]
-    got, hits = weighted_loss(logits, torch.eye(11), labels, weights, objectives.ce)
-    assert got.item() == pytest.approx(top / bottom, rel=1e-5)
-    assert torch.equal(hits, logits.argmax(-1) == labels)
-    assert objectives.slot_weights(arm, 16)[0] == 0 and objectives.slot_weights(arm, 16)[1] == 1
+def softmax(row: list[float]) -> list[float]:
+    top = max(row)
+    shares = [math.exp(v - top) for v in row]
+    return [s / sum(shares) for s in shares]
+
+
+def slow(loss: str, logits: list[float], teacher: list[float], label: int) -> float:
+    q, p = softmax(logits), softmax(teacher)
+    tokens = range(len(q))
+    kl = sum(p[i] * math.log(p[i] / q[i]) for i in tokens)
+    tv = 0.5 * sum(abs(p[i] - q[i]) for i in tokens)                 # another way to say 1 - sum min(p, q)
+    share = math.exp(-3 * (1 - tv))
+    return {"ce": lambda: -math.log(q[label]), "ce_argmax": lambda: -math.log(q[max(tokens, key=lambda i: p[i])]), "kl": lambda: kl,
+            "rkl": lambda: sum(q[i] * math.log(q[i] / p[i]) for i in tokens), "tv": lambda: tv,
+            "lk_hybrid": lambda: share * kl + (1 - share) * tv}[loss]()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_each_loss_is_its_formula(loss):
+    rng = torch.Generator().manual_seed(0)
+    logits, teacher = (3 * torch.randn(20, 11, generator=rng) for _ in range(2))
+    labels = torch.randint(11, (20,), generator=rng)
+    got = LOSSES[loss](logits, teacher, labels)
+    assert got.dtype == torch.float32
+    assert got.tolist() == pytest.approx([slow(loss, *row) for row in zip(logits.tolist(), teacher.tolist(), labels.tolist())], rel=2e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("loss", sorted(objectives.NEEDS_TEACHER - {"ce_argmax"}))
+def test_a_drafter_that_is_its_teacher_loses_nothing_and_has_no_slope(loss):
+    logits = torch.randn(4, 9, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    value = LOSSES[loss](logits, logits.detach().clone(), torch.zeros(4, dtype=torch.long))
+    value.sum().backward()
+    assert value.abs().max() < 1e-6 and logits.grad.abs().max() < 1e-6
+
+
+def test_a_label_outside_the_list_costs_nothing():
+    logits = torch.randn(2, 5)
+    got = objectives.ce(logits, None, torch.tensor([OUTSIDE, 3]))
+    assert got[0] == 0 and got[1] > 0
+
+
+def test_weights_of_slots():
+    """exp(-(j - l) / gamma), l the first masked slot: 1 at it, and never above."""
+    slots, origin = torch.tensor([1, 2, 7, 3, 5, 15]), torch.tensor([1, 1, 1, 3, 3, 3])
+    got = slot_weights("exp", slots, origin, 7.0)
+    assert got.tolist() == pytest.approx([1.0, math.exp(-1 / 7), math.exp(-6 / 7), 1.0, math.exp(-2 / 7), math.exp(-12 / 7)])
+    for kind in ("uniform", "dpace"):
+        assert slot_weights(kind, slots, origin, 7.0).tolist() == [1.0] * 6
+    with pytest.raises(ValueError, match="linear"):
+        slot_weights("linear", slots, origin, 7.0)
 
 
 def test_gamma_is_the_papers_at_its_three_block_sizes():
-    assert [objectives.gamma_for(b) for b in (16, 10, 8)] == [7, 5, 4]
+    assert [gamma_for(b) for b in (16, 10, 8)] == [7, 5, 4]
 
 
-def test_no_supervised_row_gives_zero_and_a_gradient_of_zero():
-    hidden = torch.zeros(0, 8, requires_grad=True)
-    loss, hits = weighted_loss(hidden, torch.randn(5, 8), torch.zeros(0, dtype=torch.int64), torch.zeros(0), objectives.ce)
-    loss.backward()
-    assert loss.item() == 0 and hits.shape == (0,) and hidden.grad.shape == (0, 8)
+def slow_dpace(ce: list[float], supervised: list[bool], alpha: float) -> list[float]:
+    reached, product = [], 1.0
+    for value, here in zip(ce, supervised):
+        product *= (1 - alpha) * math.exp(-value) + alpha if here else 1.0
+        reached.append(product)
+    return [sum(reached[i] for i in range(j, len(ce)) if supervised[i]) if supervised[j] else 0.0 for j in range(len(ce))]
 
 
-@pytest.mark.parametrize("rows_a_piece", [1, 7, 50, 1000])
-def test_loss_in_pieces_equals_the_dense_one_in_value_gradient_and_hits(rows_a_piece):
-    rng = torch.Generator().manual_seed(1)
-    head, labels = torch.randn(300, 16, generator=rng), torch.randint(300, (50,), generator=rng)
-    weights = torch.rand(50, generator=rng)
-    results = []
-    for way in (lambda h: dense(h, head, labels, weights, objectives.ce),
-                lambda h: weighted_loss(h, head, labels, weights, objectives.ce, piece_bytes=rows_a_piece * 300 * 4)):
-        hidden = torch.randn(50, 16, generator=torch.Generator().manual_seed(2)).requires_grad_()
-        loss, hits = way(hidden)
-        (3 * loss).backward()
-        results.append((loss.detach(), hidden.grad, hits))
-    (a, grad_a, hits_a), (b, grad_b, hits_b) = results
-    assert torch.allclose(a, b, rtol=1e-6) and torch.equal(hits_a, hits_b)
-    assert torch.allclose(grad_a, grad_b, rtol=1e-5, atol=1e-7)
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.floats(0, 30) | st.just(math.inf), st.booleans()), min_size=1, max_size=16), st.floats(0, 1))
+def test_dpace_is_its_formula(block, alpha):
+    ce, supervised = ([b[i] for b in block] for i in (0, 1))
+    got = dpace(torch.tensor([ce]), torch.tensor([supervised]), alpha)
+    assert got[0].tolist() == pytest.approx(slow_dpace(ce, supervised, alpha), rel=1e-4, abs=1e-6)
 
 
-def test_no_more_than_one_piece_of_logits_is_alive():
-    """Pitfall M1, exactly: each piece has at most its rows, and is gone before the next is made and after the last."""
-    alive, widths = [], []
-    def watched(logits, labels):
-        assert not any(ref() is not None for ref in alive), "an earlier piece is still in memory"
-        alive.append(weakref.ref(logits))
-        widths.append(len(logits))
-        return objectives.ce(logits, labels)
-    hidden = torch.randn(50, 16).requires_grad_()
-    loss, _ = weighted_loss(hidden, torch.randn(300, 16), torch.zeros(50, dtype=torch.int64), torch.ones(50), watched, piece_bytes=8 * 300 * 4)
-    assert widths == [8] * 6 + [2] and not any(ref() is not None for ref in alive)
-    loss.backward()
-    assert hidden.grad.abs().sum() > 0
+def test_dpace_by_hand_and_a_slot_that_is_not_supervised_changes_nothing():
+    """alpha 0.5, q = 1, 1/2, then: s = 1, 3/4; w = P1 + P2, P2.  Slots off by one, or the mask forgotten, give other numbers."""
+    ce = torch.tensor([9.0, 0.0, math.log(2)])
+    assert dpace(ce, torch.tensor([False, True, True]), 0.5).tolist() == pytest.approx([0, 1.75, 0.75])
+    assert dpace(torch.tensor([9.0, 0.0, 9.0, math.log(2)]), torch.tensor([False, True, False, True]), 0.5).tolist() == pytest.approx([0, 1.75, 0, 0.75])
 
 
 def test_learning_rate_warms_up_then_falls_to_a_tenth():
     rates = [share_at(s, 100) for s in range(100)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and max(rates) == 1.0
     assert rates[4:] == sorted(rates[4:], reverse=True) and rates[-1] == pytest.approx(0.1)
-
-
-def test_an_unknown_arm_is_refused_with_the_list():
-    with pytest.raises(UserError, match="ce_bidi, ce_causal|ce_causal, ce_bidi"):
-        named("ce_casual")
