@@ -35,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from benchmarks import recorded, rivals
 from benchmarks.recorded import Recording
 from common.drafter import acceptance, checkpoint, geometry
-from common.drafter.config import SLIDING, DrafterConfig, shape_for
+from common.drafter.config import DrafterConfig, shape_for
 from common.drafter.model import Drafter
 from common.errors import UserError
 from common.files import write_whole
@@ -55,8 +55,23 @@ def shape_of(recording: Recording, attention: str, **over: object) -> DrafterCon
 
 
 def rival_shape(recording: Recording) -> DrafterConfig:
-    layers = shape_of(recording, "causal").num_hidden_layers
-    return shape_of(recording, "causal", layer_types=(SLIDING,) * layers, sliding_window=WINDOW)
+    return shape_of(recording, "causal", all_sliding=True, sliding_window=WINDOW)
+
+
+def arm_of(text: str) -> arms.Arm:
+    """NAME or NAME,field=value,...: the arm, or another made of it (arms.changed)."""
+    name, *parts = text.split(",")
+    fields = dict(part.split("=", 1) for part in parts if "=" in part)
+    if len(fields) != len(parts) or not set(fields) <= set(arms.FIELDS):
+        raise UserError(f"--arm {text}: write NAME or NAME,field=value,... with fields {', '.join(arms.FIELDS)}")
+    return arms.changed(arms.named(name), **{field: _value(value) for field, value in fields.items()})
+
+
+def _value(text: str) -> object:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 # ---- training
@@ -228,8 +243,8 @@ def rows_of(options: argparse.Namespace, recording: Recording, python: Path, rea
             recording, python, captures, order, seed, anchors=anchors, changed=changed, threads=options.threads))
 
     for seed in options.seeds:
-        for name in options.arm:
-            _add(rows, name, ours(arms.named(name), seed))
+        for text in options.arm:
+            _add(rows, arm_of(text).name, ours(arm_of(text), seed))
         _add(rows, "speculators", theirs("speculators", seed, {}))
     grid = {None: acceptance.tau_pooled(rows["speculators"]["aside"][0])}
     for rate in options.rival_lr:
@@ -271,7 +286,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--store", type=Path, help="--state-dir of an hstrain run that holds a stream; default: one is recorded into --out")
     parser.add_argument("--target", default="embedded", help="what is recorded")
-    parser.add_argument("--arm", action="append", help="of ours; may be given again")
+    parser.add_argument("--arm", action="append", help="of ours: NAME or NAME,field=value,...; may be given again")
     parser.add_argument("--seeds", type=numbers(int), default=[0, 1, 2])
     parser.add_argument("--tokens", type=int, default=900_000, help="trained on, re-reads included")
     parser.add_argument("--replay", type=int, default=config.Run.__dataclass_fields__["replay"].default)

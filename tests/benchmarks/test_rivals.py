@@ -107,3 +107,11 @@ def test_timed_calls_return_what_they_returned():
     optimizer = Namespace(step=lambda share: share + 1)
     seconds = rivals.timed(optimizer)
     assert optimizer.step(1) == 2 and len(seconds) == 1
+
+
+def test_arm_may_be_changed_by_field():
+    arm = recipes.arm_of("ce_causal,gamma=1.5,weights=exp")
+    assert (arm.gamma, arm.weights, arm.beside) == (1.5, "exp", "ce_causal") and recipes.arm_of("ce_causal").name == "ce_causal"
+    for wrong in ("ce_causal,gamma", "ce_causal,speed=3", "nothing"):
+        with pytest.raises(recipes.UserError):
+            recipes.arm_of(wrong)
