@@ -36,6 +36,7 @@ class Rows:
     slots: Tensor                    # (R,) int64: 1..B-1
     block_size: int
     finals: Tensor | None = None     # (R, H): final states of rows a+j-1; for losses with a teacher
+    sources: Tensor | None = None    # (R,) int64: the token whose final state it is; equal where `finals` are.  None: each its own
     alpha: float | None = None       # D-PACE's, which then multiplies weights; None: they stand as they are
 
     def cut(self, first: int, last: int) -> Rows:
@@ -121,11 +122,21 @@ class _Pieces(torch.autograd.Function):
 
 def _piece(hidden: Tensor, head: Tensor, rows: Rows, loss: str, row_losses: RowLossesOf) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """gradient (r, H) of sum(w m loss), hits (r,), ce (r,), (sum(w m loss), sum(w m)).  All of width V is gone on return."""
-    teacher = None if rows.finals is None else _logits(rows.finals, head)
+    teacher = None if rows.finals is None else _teacher(rows, head)
     made = row_losses(_logits(hidden, head), teacher, rows.labels, loss)
     weights = row_weights(rows, made.ce, loss)
     gradient = (made.slope.to(head.dtype) @ head).float() * weights[:, None]
     return gradient.to(hidden.dtype), made.hits, made.ce, ((weights * made.loss).sum(), weights.sum())
+
+
+def _teacher(rows: Rows, head: Tensor) -> Tensor:
+    """Logits (r, V) of the final states, made once a token: blocks overlap, so at 512 anchors of 16 in 3072 tokens half of a
+    piece's rows, and more, are repeats."""
+    if rows.sources is None:
+        return _logits(rows.finals, head)
+    distinct, place = rows.sources.unique(return_inverse=True)
+    some = torch.empty_like(distinct).scatter_(0, place, torch.arange(len(place), device=place.device))    # any row of each token
+    return _logits(rows.finals[some], head)[place]
 
 
 def _logits(states: Tensor, head: Tensor) -> Tensor:

@@ -20,12 +20,13 @@ def rows_of(batch: Batch, arm: Arm, shortlist: Tensor | None = None) -> Rows:
     b, n, size = batch.labels.shape
     sequence, block, slots = batch.supervised.nonzero().T
     labels = batch.labels[batch.supervised]
-    finals = None
+    finals = sources = None
     if batch.finals is not None:
-        finals = batch.finals[sequence, geometry.teacher_rows(batch.anchors, size)[batch.supervised]]
+        teachers = geometry.teacher_rows(batch.anchors, size)[batch.supervised]
+        finals, sources = batch.finals[sequence, teachers], sequence * batch.finals.shape[1] + teachers
     weights = objectives.slot_weights(arm.weights, slots, batch.origin[sequence, block], arm.gamma or objectives.gamma_for(size))
     return Rows(labels=labels if shortlist is None else vocab.places(labels, shortlist), weights=weights, blocks=sequence * n + block,
-                slots=slots, block_size=size, finals=finals, alpha=arm.alpha if arm.weights == "dpace" else None)
+                slots=slots, block_size=size, finals=finals, sources=sources, alpha=arm.alpha if arm.weights == "dpace" else None)
 
 
 def sums(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm) -> tuple[Sums, Rows]:

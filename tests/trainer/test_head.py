@@ -1,16 +1,21 @@
 """Head and loss in pieces: equal to the dense computation for every loss and weight, and no more than a piece in memory (M1)."""
+import dataclasses
 import weakref
 from collections.abc import Iterator
 
 import pytest
+import small
 import torch
 from torch.autograd.profiler import profile
 
 from common.drafter.vocab import OUTSIDE
-from trainer import gradients
+from trainer import gradients, head as head_module
+from trainer.arms import ARMS
+from trainer.batch import make_batch
 from trainer.gradients import FORMS, MOST_COPIES, row_losses
 from trainer.head import Rows, cuts, dense, row_weights, weighted_sums
 from trainer.objectives import LOSSES, NEEDS_TEACHER, dpace, slot_weights
+from trainer.step import rows_of as step_rows
 
 WIDTH, VOCAB, BLOCK = 16, 300, 8
 
@@ -34,6 +39,34 @@ def head_of(vocab: int = VOCAB) -> torch.Tensor:
 
 def hidden_of(rows: Rows) -> torch.Tensor:
     return torch.randn(len(rows.labels), WIDTH, generator=torch.Generator().manual_seed(2)).requires_grad_()
+
+
+def test_a_teacher_made_once_a_token_is_the_same(monkeypatch):
+    """Rows of one token share a final state; which of them is computed changes nothing, and none is computed twice in a piece."""
+    rows, made, real = rows_of("exp"), {}, head_module._logits
+    sources = torch.arange(len(rows.labels)) * 7 % 10
+    rows = dataclasses.replace(rows, finals=rows.finals[sources])
+    for way, given in (("each", None), ("once", 100 + sources)):
+        hidden, counted = hidden_of(rows), []
+        monkeypatch.setattr(head_module, "_logits", lambda states, head, counted=counted: counted.append(len(states)) or real(states, head))
+        sums = weighted_sums(hidden, head_of(), dataclasses.replace(rows, sources=given), "kl", piece_bytes=20 * VOCAB * 4)
+        sums.numerator.backward()
+        made[way] = sums.numerator, hidden.grad, sum(counted)
+    assert torch.allclose(made["each"][0], made["once"][0], rtol=1e-6) and torch.allclose(made["each"][1], made["once"][1], rtol=1e-5, atol=1e-7)
+    pieces = [len(sources[a:b].unique()) for a, b in cuts(rows.blocks, 20)]
+    assert made["each"][2] == 2 * len(sources) and made["once"][2] == len(sources) + sum(pieces) < made["each"][2]
+
+
+def test_a_batch_names_the_tokens_of_its_final_states():
+    """Of both sequences: equal names, equal states, and as many names as different states."""
+    texts = small.captures(2)
+    batch = make_batch(texts, small.config(), ARMS["kl_causal"], anchors=20, max_tokens=64, generator=torch.Generator().manual_seed(0))
+    rows = step_rows(batch, ARMS["kl_causal"])
+    sequence = batch.supervised.nonzero()[:, 0]
+    _, place = rows.sources.unique(return_inverse=True)
+    pairs = {(int(s), tuple(state)) for s, state in zip(sequence, rows.finals.float().tolist())}
+    assert len(pairs) == int(place.max()) + 1 < len(place) and {0, 1} == set(sequence.tolist())
+    assert all(torch.equal(rows.finals[place == i], rows.finals[place == i][:1].expand((place == i).sum(), -1)) for i in range(len(pairs)))
 
 
 @pytest.mark.parametrize("loss", LOSSES)
