@@ -6,7 +6,7 @@ logits are made per piece, too, by the same head.  Pieces are cut between blocks
 its whole block.  `dense` is the plain twin; a test holds them equal for every loss and every kind of weights.
 
 Memory above inputs and outputs: gradients.MOST_COPIES x PIECE_BYTES, and half as much again where the head is bf16 (operands
-of its products).  A block of more than PIECE_BYTES is a piece of its own."""
+of its products); on a CPU, where a loss works in tiles, no more than two of these copies, one without a teacher.  A block of more than PIECE_BYTES is a piece of its own."""
 from __future__ import annotations
 
 import dataclasses
@@ -22,6 +22,7 @@ from trainer import gradients, objectives
 from trainer.objectives import NEEDS_LABEL, NEEDS_TEACHER, OUTSIDE
 
 PIECE_BYTES = 256 << 20      # of one piece's fp32 logits (r, V)
+TILE_BYTES = 1 << 20         # of the logits that a CPU works on at a time: about a core's own cache
 
 RowLossesOf = Callable[[Tensor, Tensor | None, Tensor, str], gradients.RowLosses]        # as gradients.row_losses
 
@@ -122,21 +123,37 @@ class _Pieces(torch.autograd.Function):
 
 def _piece(hidden: Tensor, head: Tensor, rows: Rows, loss: str, row_losses: RowLossesOf) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
     """gradient (r, H) of sum(w m loss), hits (r,), ce (r,), (sum(w m loss), sum(w m)).  All of width V is gone on return."""
-    teacher = None if rows.finals is None else _teacher(rows, head)
-    made = row_losses(_logits(hidden, head), teacher, rows.labels, loss)
+    teacher, place = (None, None) if rows.finals is None else _teacher(rows, head)
+    made = in_tiles(_logits(hidden, head), teacher, place, rows.labels, loss, row_losses)
     weights = row_weights(rows, made.ce, loss)
     gradient = (made.slope.to(head.dtype) @ head).float() * weights[:, None]
     return gradient.to(hidden.dtype), made.hits, made.ce, ((weights * made.loss).sum(), weights.sum())
 
 
-def _teacher(rows: Rows, head: Tensor) -> Tensor:
-    """Logits (r, V) of the final states, made once a token: blocks overlap, so at 512 anchors of 16 in 3072 tokens half of a
-    piece's rows, and more, are repeats."""
+def in_tiles(logits: Tensor, teacher: Tensor | None, place: Tensor | None, labels: Tensor, loss: str, row_losses: RowLossesOf) -> gradients.RowLosses:
+    """row_losses of logits (r, V) and teacher[place] (r, V); the slope stands in logits.
+
+    On a CPU a few rows at a time: they stay in the core's cache through all passes over them, and what a loss needs beside its
+    arrays is as small.  (At V = 49152 the passes took 0.66 s of a step on whole pieces, most of it page faults.)  On a GPU at once."""
+    tile = max(1, TILE_BYTES // (4 * logits.shape[1])) if logits.device.type == "cpu" else max(1, len(logits))
+    made = []
+    for first in range(0, max(1, len(logits)), tile):
+        here = slice(first, first + tile)
+        got = row_losses(logits[here], None if teacher is None else teacher[place[here]], labels[here], loss)
+        if got.slope.data_ptr() != logits[here].data_ptr():
+            logits[here] = got.slope
+        made.append(got[:3])
+    return gradients.RowLosses(*map(torch.cat, zip(*made)), slope=logits)
+
+
+def _teacher(rows: Rows, head: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits (u, V) of the final states, made once a token, and each row's place among them (r,): blocks overlap, so at 512
+    anchors of 16 in 3072 tokens half of a piece's rows, and more, are repeats."""
     if rows.sources is None:
-        return _logits(rows.finals, head)
+        return _logits(rows.finals, head), torch.arange(len(rows.finals), device=rows.finals.device)
     distinct, place = rows.sources.unique(return_inverse=True)
     some = torch.empty_like(distinct).scatter_(0, place, torch.arange(len(place), device=place.device))    # any row of each token
-    return _logits(rows.finals[some], head)[place]
+    return _logits(rows.finals[some], head), place
 
 
 def _logits(states: Tensor, head: Tensor) -> Tensor:

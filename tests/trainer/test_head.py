@@ -57,6 +57,22 @@ def test_a_teacher_made_once_a_token_is_the_same(monkeypatch):
     assert made["each"][2] == 2 * len(sources) and made["once"][2] == len(sources) + sum(pieces) < made["each"][2]
 
 
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("tile", [1, 5])
+def test_tiles_equal_the_piece_at_once(monkeypatch, loss, tile):
+    """Bitwise: no row knows of another.  Row 2's teacher is row 0's, and stands where it was for the next tile."""
+    rng, made = torch.Generator().manual_seed(6), []
+    logits, teacher = torch.randn(13, VOCAB, generator=rng), torch.randn(9, VOCAB, generator=rng)
+    place, labels = torch.arange(13) % 9, torch.randint(VOCAB, (13,), generator=rng)
+    place[2] = place[0]
+    for size in (tile, 100):
+        monkeypatch.setattr(head_module, "TILE_BYTES", 4 * VOCAB * size)
+        given = logits.clone(), *((teacher.clone(), place) if loss in NEEDS_TEACHER else (None, None))
+        made.append(head_module.in_tiles(*given, labels, loss, row_losses))
+        assert made[-1].slope.data_ptr() == given[0].data_ptr()
+    assert all(torch.equal(a, b) for a, b in zip(*made)) and len(made[0].loss) == 13
+
+
 def test_a_batch_names_the_tokens_of_its_final_states():
     """Of both sequences: equal names, equal states, and as many names as different states."""
     texts = small.captures(2)
