@@ -22,6 +22,7 @@ import threading
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from typing import BinaryIO
 
 import msgpack
 import numpy as np
@@ -134,8 +135,19 @@ def verify(data: bytes | memoryview) -> Header:
     return header
 
 
-def read_header(data: bytes | memoryview) -> Header:
-    """Magic, version, bounds, lengths and the header's checksum; no plane is touched.  Raises CorruptError."""
+def read_text(file: BinaryIO, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """ids (T,) int32 and loss_mask (T,) bool of a sample of `size` bytes; of the file only its beginning is read, so the states
+    are neither read nor verified.  Raises CorruptError."""
+    header = read_header(file.read(PREFIX.size + MAX_HEADER), size)
+    file.seek(size - header.body_bytes - header.side_bytes)
+    side = _read_side(memoryview(file.read(header.side_bytes)), header)
+    return side["ids"].astype(np.int32), side["loss_mask"].astype(np.bool_)
+
+
+def read_header(data: bytes | memoryview, size: int | None = None) -> Header:
+    """Magic, version, bounds, lengths and the header's checksum; no plane is touched.  Raises CorruptError.
+
+    size: of the whole sample in bytes, where data is only its beginning (a prefix and MAX_HEADER)."""
     data = memoryview(data).cast("B")
     if len(data) < PREFIX.size:
         raise CorruptError(f"sample: {len(data)} bytes are less than a prefix")
@@ -153,8 +165,8 @@ def read_header(data: bytes | memoryview) -> Header:
         raise CorruptError(f"sample: header is not msgpack ({error})") from None
     header = _checked(values)
     want = PREFIX.size + length + header.side_bytes + header.body_bytes
-    if want != len(data):
-        raise CorruptError(f"sample: {len(data)} bytes, the header says {want}")
+    if want != (size := len(data) if size is None else size):
+        raise CorruptError(f"sample: {size} bytes, the header says {want}")
     return header
 
 

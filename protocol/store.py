@@ -17,6 +17,8 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+
 from common.contract import ExtractionContract, differences
 from common.errors import CorruptError, HsdraftError, PeerError, UserError
 from common.files import fsync_dir, write_whole
@@ -118,11 +120,27 @@ class SampleStore:
         """One sample decoded; as read() otherwise, and cheaper than decoding what read() gave, which verifies twice."""
         return self._read(seq, lambda data: (codec.decode(data),) * 2)
 
-    def _read(self, seq: int, use: Callable) -> object:
+    def text(self, seq: int) -> tuple[np.ndarray, np.ndarray]:
+        """One sample's ids (T,) int32 and loss_mask (T,) bool alone: a few kilobytes of its file are read, whatever its size.
+
+        Raises as read() does, but puts nothing aside: the states were not looked at."""
+        self._here(seq)
+        try:
+            with self.path(seq).open("rb") as file:
+                return codec.read_text(file, os.fstat(file.fileno()).st_size)
+        except FileNotFoundError:
+            raise KeyError(f"sample {seq} is gone from {self.folder}") from None
+        except CorruptError as error:
+            raise CorruptError(f"{self.path(seq)}: {error}") from None
+
+    def _here(self, seq: int) -> None:
         if seq not in self._sizes:
             if self.first <= seq < self.next:
                 raise CorruptError(f"{self.path(seq)}.corrupt: sample {seq} was put aside")
             raise KeyError(f"sample {seq} is not among {self.first} to {self.next - 1} of {self.folder}")
+
+    def _read(self, seq: int, use: Callable) -> object:
+        self._here(seq)
         try:
             data = self.path(seq).read_bytes()
         except FileNotFoundError:                                   # dropped by the writer since this follower looked

@@ -103,6 +103,16 @@ class Samples:
     def __len__(self) -> int:
         return self._inbox.store.next - self._inbox.store.first
 
+    def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """ids (T,) int32 and loss_mask (T,) bool of a sample, without its states."""
+        if index in self._kept:
+            return self._kept[index].ids, self._kept[index].loss_mask
+        store = self._inbox.store
+        try:
+            return store.text(store.first + index)
+        except CorruptError as error:
+            raise UserError(f"{error}. Move the store away to receive the stream anew, while the producer has it") from None
+
     def __getitem__(self, index: int) -> Capture:
         if index in self._kept:
             self._kept.move_to_end(index)

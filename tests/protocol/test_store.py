@@ -51,6 +51,28 @@ def test_what_was_appended_is_read_and_survives_reopening(store):
         assert again.sample(2).seq == 2 and (again.sample(2).capture.final == capture(seed=2).final).all()
 
 
+def test_a_text_is_read_without_the_states(store):
+    """What it gives is the sample's own; a flip in the states passes unseen, one in the text does not, and nothing is put aside."""
+    filled(store, 3)
+    want = capture(seed=1)
+    whole = store.path(1).read_bytes()
+    flip(store.path(1))
+    with pytest.raises(CorruptError):
+        codec.verify(store.path(1).read_bytes())
+    ids, mask = store.text(1)
+    assert (ids == want.ids).all() and (mask == want.loss_mask).all() and (ids.dtype, mask.dtype) == (want.ids.dtype, want.loss_mask.dtype)
+    header = codec.read_header(whole)
+    spoilt = bytearray(whole)
+    spoilt[len(whole) - header.body_bytes - header.side_bytes // 2] ^= 4
+    for data in (bytes(spoilt), whole[:-1], whole[:20], b""):
+        store.path(1).write_bytes(data)
+        with pytest.raises(CorruptError, match="000000000001.hs: sample"):
+            store.text(1)
+    assert store.corrupt == 0 and store.path(1).exists()
+    with pytest.raises(KeyError, match="3"):
+        store.text(3)
+
+
 def test_a_memoryview_is_stored_as_its_bytes(store):
     store.append(0, memoryview(SAMPLES[0]))
     assert store.path(0).read_bytes() == SAMPLES[0]
