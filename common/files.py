@@ -1,10 +1,13 @@
 """Files that are whole or absent: temporary name in the same folder, fsync, rename, fsync of the folder."""
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import UserError
@@ -65,3 +68,31 @@ def usable(folder: Path, option: str) -> None:
 def sha256_file(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@contextmanager
+def held(folder: Path, option: str, patience: float = 0.0) -> Iterator[None]:
+    """Keep other processes from working in the folder, which is made where it is not there; the lock ends with the process.
+
+    UserError where another one is still at work after `patience` seconds, naming it, or as usable()."""
+    usable(folder, option)
+    fd, end = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644), time.monotonic() + patience
+    try:
+        while not _locked(fd):
+            if time.monotonic() >= end:
+                holder = os.pread(fd, 32, 0).decode(errors="replace").strip() or "unknown"
+                raise UserError(f"{option} {folder}: process {holder} is at work here; stop it first, or give another folder")
+            time.sleep(0.1)
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, str(os.getpid()).encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True

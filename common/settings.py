@@ -15,9 +15,11 @@ from typing import Annotated, Any
 import typer
 
 
-def option(default: Any, help: str, **typer_options: Any) -> Any:
-    """A field of a settings class.  help says what it does and its unit; typer_options go to typer.Option."""
-    return dataclasses.field(default=default, metadata={"help": help, "typer": typer_options})
+def option(default: Any, help: str, *, named: str | None = None, **typer_options: Any) -> Any:
+    """A field of a settings class.  help says what it does and its unit; typer_options go to typer.Option.
+
+    named: the option where the field's own name will not do (--from is a word of Python's); the variable follows it."""
+    return dataclasses.field(default=default, metadata={"help": help, "named": named, "typer": typer_options})
 
 
 def argument(help: str, default: Any = dataclasses.MISSING) -> Any:
@@ -30,7 +32,9 @@ def as_command(settings: type, prefix: str, run: Callable[[Any], None]) -> Calla
     parameters = []
     for field in dataclasses.fields(settings):
         made = typer.Argument if field.metadata.get("argument") else typer.Option
-        info = made(help=field.metadata["help"], envvar=f"{prefix}_{field.name.upper()}", **field.metadata.get("typer", {}))
+        named = field.metadata.get("named")
+        variable = (named or field.name).removeprefix("--").replace("-", "_").upper()
+        info = made(*[named] if named else [], help=field.metadata["help"], envvar=f"{prefix}_{variable}", **field.metadata.get("typer", {}))
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default,
                                             annotation=Annotated[hints[field.name], info]))

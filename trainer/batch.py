@@ -93,15 +93,18 @@ def check_probes(capture: Capture, head: Tensor) -> None:
 class Samples:
     """Decoded captures of this box's store, the last `keep_bytes` of them in memory; index 0 is the store's first sample."""
 
-    def __init__(self, inbox: Inbox, head: Tensor, *, contract: str, mask_token_id: int, keep_bytes: int = 2 << 30) -> None:
-        """inbox: whoever has `store`, the SampleStore in use (a follower that takes over opens another)."""
-        self._inbox, self._head, self._contract, self._mask = inbox, head, contract, mask_token_id
+    def __init__(self, inbox: Inbox, head: Tensor, *, contract: str, mask_token_id: int, most: int | None = None,
+                 keep_bytes: int = 2 << 30) -> None:
+        """inbox: whoever has `store`, the SampleStore in use (a follower that takes over opens another).  most: samples that there are,
+        whatever comes after them; None: all."""
+        self._inbox, self._head, self._contract, self._mask, self._most = inbox, head, contract, mask_token_id, most
         self._kept: OrderedDict[int, Capture] = OrderedDict()
         self._held, self._keep = 0, keep_bytes
         self._checked: set[int] = set()
 
     def __len__(self) -> int:
-        return self._inbox.store.next - self._inbox.store.first
+        here = self._inbox.store.next - self._inbox.store.first
+        return here if self._most is None else min(here, self._most)
 
     def text(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """ids (T,) int32 and loss_mask (T,) bool of a sample, without its states."""

@@ -22,7 +22,11 @@ def _one_of(field: str) -> str:
 @dataclass(frozen=True, kw_only=True)
 class Run:
     arm: str = option("ce_causal", "The arm to train; hstrain arms lists them.")
-    producer: str = option(ADDRESS, "Address of hsprod serve.")
+    producer: str | None = option(None, f"Address of hsprod serve. Default: {ADDRESS}, and none with --from.", show_default=False)
+    stored: Path | None = option(None, "Train from this stored stream instead of a live one: the state folder of a box that has received it, or "
+                                 "its store. Acceptance is measured where --producer is given, too.", named="--from", show_default=False)
+    samples: int | None = option(None, "With --from: the stream's first so many samples. Default: all that are there when the run begins.",
+                                 min=1, show_default=False)
     loss: str | None = option(None, f"The arm with another loss: {_one_of('loss')}. This and the seven options below, and --block-size, make "
                               "an arm of its own, whose name says so.", show_default=False)
     attention: str | None = option(None, f"The arm with another attention inside the block: {_one_of('attention')}.", show_default=False)
@@ -38,6 +42,7 @@ class Run:
     tokens: int | None = option(None, "Length of the run in tokens trained on, re-reads included, instead of --steps; turned into "
                                 "steps with the first samples' mean length.", min=1, show_default=False)
     eval_every: int = option(500, "Send a checkpoint for real acceptance every so many steps, and at the end.", min=1)
+    eval_all: bool = option(False, "Have every checkpoint measured, and wait for it at the end, instead of the newest whenever the producer is free.")
     run_dir: Path | None = option(None, "Folder of this run. Default: runs/ARM-sSEED in the state folder. Re-running resumes it.", show_default=False)
     state_dir: Path = option(state_home() / "hstrain", "Folder of the store, assets, runs and keys of this box.")
     name: str = option(platform.node() or "trainer", "This box's name at the producer, which keeps samples until it has them.")

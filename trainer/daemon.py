@@ -23,16 +23,19 @@ from common.errors import UserError
 from common.status import Board
 from common.version import versions
 from protocol.events import LinkDown, LinkUp, ReportArrived
-from trainer import arms, config, objectives
+from trainer import arms, config, objectives, order
 from trainer.arms import Arm
 from trainer.batch import Samples
 from trainer.evals import Evals
 from trainer.inbox import Inbox
 from trainer.loop import Loop, Plan
+from trainer.offline import Offline
+from trainer.replay import Stored
 from trainer.run import Run
 
 log = logging.getLogger("hstrain")
 FIT_SAMPLES = 4              # first samples that a fresh drafter's scales, and --tokens, are fitted to
+LOCK_PATIENCE_S = 20.0       # a run that was just told to stop is saving
 
 
 def run(settings: config.Run, stop: service.Stop) -> None:
@@ -46,7 +49,7 @@ def run(settings: config.Run, stop: service.Stop) -> None:
     files.usable(settings.state_dir, "--state-dir")
     board = Board(settings.state_dir / "status" / f"{folder.name}.json")
     service.notify(READY="1")
-    with Inbox(settings, folder.name) as inbox:
+    with files.held(folder, "--run-dir", LOCK_PATIENCE_S), source(settings, folder.name) as inbox:
         def say(doing: str) -> None:
             board.show({"doing": doing, "stream": inbox.line(), "run": str(folder)}, time.time())
             service.notify(STATUS=f"{doing}; {inbox.line()}", WATCHDOG="1")
@@ -55,23 +58,45 @@ def run(settings: config.Run, stop: service.Stop) -> None:
             return
         contract, assets = ready
         embedding, head = load_weights(assets, device)
-        samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id)
+        samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at)
         if not wait_for_samples(FIT_SAMPLES, samples, inbox, stop, say):
             return
         shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples)
-        made = Run(folder, identity(settings, arm, contract, shape, plan), shape, seed=settings.seed,
+        made = Run(folder, identity(settings, arm, contract, shape, plan, inbox.store.stream), shape, seed=settings.seed,
                    optimizer=plan.optimizer, lr=plan.lr, device=device)
+        settle_end(made, inbox, settings)
         if not made.resumed:
             fit(made, samples)
         log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun",
                  made.step, plan.steps)
-        evals = Evals(made, inbox)
-        Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, tick=lambda: tick(inbox, evals),
+        evals = Evals(made, inbox, dtype=contract.dtype, every=settings.eval_all)
+        offline = Offline(made, samples, embedding, head, max_tokens=plan.max_tokens)
+        Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, offline=offline, tick=lambda: tick(inbox, evals),
              ended=inbox.complete, stop=stop, board=board).go()
     log.info("stopped" if stop else "done")
+    if not stop and (left := evals.queue):
+        log.warning("real acceptance of %s was not measured: no producer %s; the same command with --producer ADDRESS has it measured",
+                    ", ".join(path.name for path in left), "answered" if settings.producer else "was named")
 
 
-def tick(inbox: Inbox, evals: Evals) -> str:
+def source(settings: config.Run, run_name: str) -> Inbox | Stored:
+    if settings.samples and not settings.stored:
+        raise UserError("--samples goes with --from: a live stream ends where its producer ends it")
+    return Stored(settings, run_name) if settings.stored else Inbox(settings, run_name)
+
+
+def settle_end(run: Run, inbox: Inbox | Stored, settings: config.Run) -> None:
+    """A replayed stream ends where the store does now, or where the run once wrote down that it did.  UserError where it cannot."""
+    if inbox.ends_at is None:
+        return
+    if run.closed is None:
+        run.close_stream(inbox.ends_at)
+    if run.closed > inbox.ends_at or settings.samples not in (None, run.closed):
+        raise UserError(f"{run.folder} holds another run (samples: {run.closed} -> {inbox.ends_at}); give another --run-dir, or the --from and "
+                        "--samples it was made with")
+
+
+def tick(inbox: Inbox | Stored, evals: Evals) -> str:
     """The link's news, passed on; a line about the stream."""
     for item in inbox.news():
         match item:
@@ -84,7 +109,7 @@ def tick(inbox: Inbox, evals: Evals) -> str:
     return inbox.line()
 
 
-def wait_for_samples(count: int, samples: Samples, inbox: Inbox, stop: service.Stop, say: Callable[[str], None]) -> bool:
+def wait_for_samples(count: int, samples: Samples, inbox: Inbox | Stored, stop: service.Stop, say: Callable[[str], None]) -> bool:
     """Until the store holds so many, or all there will be; False where the daemon is to stop first."""
     while not stop:
         inbox.news()
@@ -117,11 +142,11 @@ def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples
     return Plan(**chosen, replay=settings.replay, eval_every=settings.eval_every)
 
 
-def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape: DrafterConfig, plan: Plan) -> dict:
+def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape: DrafterConfig, plan: Plan, stream: str) -> dict:
     """What a run is: resuming under any other is refused by field.  Goes into every checkpoint's record."""
     made = versions("torch") | {"arm": arm.to_dict(), "seed": settings.seed, "contract": contract.hash, "extraction": contract.to_dict(),
                                 "target": contract.target, "drafter": shape.to_json(),
-                                "denominator": objectives.DENOMINATOR,
+                                "stream": stream, "held_aside": order.RULE, "denominator": objectives.DENOMINATOR,
                                 "plan": {name: value for name, value in vars(plan).items() if name != "eval_every"}}
     return json.loads(json.dumps(made))                      # as it will be read back: tuples are lists
 

@@ -21,19 +21,24 @@ from protocol.events import Cursor, LinkDown, LinkUp, Refused, ReportArrived, We
 from protocol.keys import TrainerKeys
 from protocol.store import SampleStore, StoreLocked, should_pause
 from protocol.trainer_link import TrainerLink
-from trainer.config import Run as Settings
+from trainer.config import ADDRESS, Run as Settings
 
 log = logging.getLogger("inbox")
 CLAIM_EVERY_S = 5.0          # a follower looks this often whether the receiver has ended
 REFRESH_EVERY_S = 1.0
+STORE, ASSETS = "store", "assets"          # folders of a box's state
 
 
 class Inbox:
-    """store: the box's samples, of no stream yet on a box that never received.  receiving: this process fills it."""
+    """store: the box's samples, of no stream yet on a box that never received.  receiving: this process fills it.
+
+    ends_at, hopeless: as replay.Stored has them; a live stream's end is not known before it comes, and its producer is waited for."""
+
+    ends_at, hopeless = None, False
 
     def __init__(self, settings: Settings, run_name: str) -> None:
-        self._settings, self._run_name = settings, run_name
-        self._folder, self._assets = settings.state_dir / "store", settings.state_dir / "assets"
+        self._settings, self._run_name, self._address = settings, run_name, settings.producer or ADDRESS
+        self._folder, self._assets = settings.state_dir / STORE, settings.state_dir / ASSETS
         self._assets.mkdir(parents=True, exist_ok=True)
         self._keys = TrainerKeys(settings.keys) if settings.keys else None
         self._looked = self._refreshed = 0.0
@@ -47,7 +52,7 @@ class Inbox:
         """A link to match: one that takes samples where the store may be written."""
         self.store, self.receiving, self._paused = store, not store.readonly, False
         name = self._settings.name if self.receiving else f"{self._settings.name}.{self._run_name}"
-        self.link = TrainerLink(self._settings.producer, name, cursor=self._cursor, assets_dir=self._assets, on_welcome=self._welcomed,
+        self.link = TrainerLink(self._address, name, cursor=self._cursor, assets_dir=self._assets, on_welcome=self._welcomed,
                                 on_sample=self._sample if self.receiving else None, window=self._settings.credit * 1_000_000,
                                 keys=self._keys)
         self.link.start()
@@ -75,7 +80,7 @@ class Inbox:
                 log.warning("samples 0 to %d are no longer on the producer; this store begins at %d", welcome.first_seq - 1, welcome.first_seq)
             self.store.begin(welcome.stream, welcome.contract, welcome.first_seq)
         if self.receiving:
-            write_whole(self._names(contract.hash), json.dumps({a.name: a.sha256 for a in welcome.assets}).encode())
+            write_whole(_names(self._assets, contract.hash), json.dumps({a.name: a.sha256 for a in welcome.assets}).encode())
 
     def _sample(self, seq: int, data: bytes) -> None:
         """Durable on return.  Checked whole first, so that a sample that was damaged on its way comes again instead of lying here."""
@@ -90,37 +95,16 @@ class Inbox:
         None where the daemon is to stop first.  Raises UserError for a producer that refuses or differs.
         """
         while not stop:
-            if self.store.stream and (assets := self.local_assets(self.store.contract_hash)):
+            if self.store.stream and (assets := assets_of(self._assets, self.store.contract_hash)):
                 return ExtractionContract.from_dict(self.store.contract), assets
             self.news()
             say("waiting for the producer")
             stop.wait(0.2)
         return None
 
-    def local_assets(self, contract_hash: str) -> dict[str, Path] | None:
-        """{name: file} as the last Welcome named them; None until all are here."""
-        names = self._names(contract_hash)
-        if not names.exists():
-            return None
-        found = {name: self._assets / sha256 for name, sha256 in json.loads(names.read_text()).items()}
-        return found if all(path.exists() for path in found.values()) else None
-
-    def _names(self, contract_hash: str) -> Path:
-        return self._assets / f"{contract_hash}.json"
-
     def news(self) -> list[LinkUp | LinkDown | ReportArrived]:
         """What the link has to say since the last call; also the box's own housekeeping.  Raises UserError, or a link's fault."""
-        self.link.raise_if_failed()
-        now, found = time.monotonic(), []
-        while True:
-            try:
-                item = self.link.inbox.get_nowait()
-            except queue.Empty:
-                break
-            if isinstance(item, Refused):
-                raise UserError(f"{self._settings.producer}: {item.reason}{': ' if item.fields else ''}{'; '.join(item.fields)}. "
-                                "Use another --state-dir for another stream, or start the producer as it was")
-            found.append(item)
+        now, found = time.monotonic(), heard(self.link, self._address)
         if self.receiving:
             self._keep_budget()
             return found
@@ -168,3 +152,30 @@ class Inbox:
     def offer(self, folder: Path, *, step: int, record: dict) -> None:
         self.link.offer(folder, run=self._run_name, step=step, record=record)
 
+
+def assets_of(folder: Path, contract_hash: str) -> dict[str, Path] | None:
+    """{name: file} as the last Welcome named them; None until all are in the folder."""
+    names = _names(folder, contract_hash)
+    if not names.exists():
+        return None
+    found = {name: folder / sha256 for name, sha256 in json.loads(names.read_text()).items()}
+    return found if all(path.exists() for path in found.values()) else None
+
+
+def _names(folder: Path, contract_hash: str) -> Path:
+    return folder / f"{contract_hash}.json"
+
+
+def heard(link: TrainerLink, address: str) -> list[LinkUp | LinkDown | ReportArrived]:
+    """What the link has to say since the last call.  Raises UserError for a producer that refuses, or the link's fault."""
+    link.raise_if_failed()
+    found = []
+    while True:
+        try:
+            item = link.inbox.get_nowait()
+        except queue.Empty:
+            return found
+        if isinstance(item, Refused):
+            raise UserError(f"{address}: {item.reason}{': ' if item.fields else ''}{'; '.join(item.fields)}. "
+                            "Use another --state-dir for another stream, or start the producer as it was")
+        found.append(item)

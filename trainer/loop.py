@@ -17,7 +17,8 @@ from trainer.batch import Samples, make_batch
 from trainer.config import Recipe
 from trainer.evals import Evals
 from trainer.optim import share_at
-from trainer.order import visit
+from trainer.offline import Offline
+from trainer.order import reached, sample_at
 from trainer.run import Run
 from trainer.step import train_step
 
@@ -43,6 +44,7 @@ class Loop:
     embedding: Tensor                        # (V, H), on the drafter's device
     head: Tensor
     evals: Evals
+    offline: Offline
     tick: Callable[[], str]                  # the daemon's: news of the link; returns a line about the stream
     ended: Callable[[], bool]                # the stream is complete and all of it is in the store
     stop: service.Stop
@@ -52,7 +54,7 @@ class Loop:
     numbers: dict = field(default_factory=dict)
 
     def go(self) -> None:
-        """Train to the plan's last step, then wait for the last checkpoint's acceptance; a stop saves and returns."""
+        """Train to the plan's last step, then wait for acceptance while there is a producer to wait for; a stop saves and returns."""
         self._began, self._from, self._said = time.monotonic(), self.run.step, 0.0
         while self.run.step < self.plan.steps and not self.stop:
             stream = self.tick()
@@ -65,23 +67,29 @@ class Loop:
             self._step(wanted)
             self._say("training", stream)
             if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
-                self.run.checkpoint()                # before the state: a kill in between makes the same checkpoint again
-                self.run.save()
-                self.evals.offer()
+                self._checkpoint()
         if self.stop:
             self.run.save()
-        while self.evals.waiting and not self.stop:
+        while self.evals.waiting and not self.evals.hopeless and not self.stop:
             stream = self.tick()
             self.evals.offer()
             self._say("waiting for the last checkpoint's acceptance", stream)
             self.stop.wait(0.2)
         self._say("stopped" if self.stop else "done", self.tick(), force=True)
 
+    def _checkpoint(self) -> None:
+        """Before the state: a kill in between makes the same checkpoint, and measures it, again."""
+        self.run.checkpoint()
+        position = self.run.step * self.plan.sequences
+        self.offline.measure(reached(position, replay=self.plan.replay, closed=self.run.closed), lambda: service.notify(WATCHDOG="1"))
+        self.run.save()
+        self.evals.offer()
+
     def _wanted(self) -> list[int] | None:
         """Indices of the next step's samples, None while one of them has not come yet."""
         start = self.run.step * self.plan.sequences
         def visits() -> list[int]:
-            return [visit(p, replay=self.plan.replay, closed=self.run.closed) for p in range(start, start + self.plan.sequences)]
+            return [sample_at(p, replay=self.plan.replay, closed=self.run.closed) for p in range(start, start + self.plan.sequences)]
         wanted = visits()
         if max(wanted) >= len(self.samples) and self.run.closed is None and self.ended():
             self.run.close_stream(len(self.samples))
@@ -110,8 +118,11 @@ class Loop:
         if self.waited >= 1:
             line += f", waited {self.waited:.0f} s for samples"
         after = len(self.samples) - self.run.closed if self.run.closed is not None else 0
-        self.board.show({"doing": line, "stream": stream, "acceptance": self.evals.line(), "run": str(self.run.folder),
+        self.board.show({"doing": line, "stream": stream, "acceptance": self.evals.line(), "offline": self.offline.line(),
+                         "run": str(self.run.folder),
                          "counters": {"rows cut": self.cut, "checkpoints skipped": self.evals.skipped,
+                                      "checkpoints where real and simulated acceptance part": self.evals.alarms,
+                                      "texts held aside whose prompt is trained on": self.offline.repeated,
                                       "samples that came after the stream's end": max(0, after)}}, time.time(), force=force)
         if force or now - self._said > SAY_EVERY_S:
             self._said = now

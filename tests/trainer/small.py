@@ -8,6 +8,7 @@ from common.capture import Capture, to_bf16
 from common.drafter.config import shape_for
 from trainer.arms import ARMS
 from trainer.loop import Loop, Plan
+from trainer.offline import Offline
 from trainer.run import Run
 
 HIDDEN, VOCAB, TAPS, MASK = 32, 24, (1, 3), 23
@@ -31,10 +32,17 @@ def config(attention: str = "causal"):
     return shape_for(HIDDEN, VOCAB, 8, TAPS, MASK, attention, block_size=4, sliding_window=16)
 
 
-class Silent:
-    """Stands for evaluations, a board and a stop flag where a test wants none of them."""
+class Listed(list):
+    """Captures with batch.Samples' face."""
 
-    waiting, skipped = None, 0
+    def text(self, index: int):
+        return self[index].ids, self[index].loss_mask
+
+
+class Silent:
+    """Stands for evaluations, their link, a board and a stop flag where a test wants none of them."""
+
+    waiting, skipped, alarms, hopeless, up = None, 0, 0, False, False
 
     def __bool__(self) -> bool:
         return False
@@ -57,6 +65,8 @@ def loop(folder, *, steps: int, samples: list[Capture], arm: str = "ce_causal", 
     plan = Plan(**dict(steps=steps, sequences=2, anchors=4, max_tokens=64, optimizer="adamw", lr=3e-3, replay=1, eval_every=5) | over.pop("plan", {}))
     run = Run(folder, {"arm": ARMS[arm].to_dict(), "seed": seed, "contract": "c"}, config(ARMS[arm].attention), seed=seed,
               optimizer=plan.optimizer, lr=plan.lr, device=torch.device("cpu"))
-    return Loop(arm=ARMS[arm], plan=plan, run=run, samples=samples, embedding=torch.randn(VOCAB, HIDDEN, generator=rng),
-                head=torch.randn(VOCAB, HIDDEN, generator=rng), evals=Silent(), tick=over.pop("tick", lambda: ""), ended=lambda: True,
+    samples = samples if isinstance(samples, Listed) else Listed(samples)
+    embedding, head = torch.randn(VOCAB, HIDDEN, generator=rng), torch.randn(VOCAB, HIDDEN, generator=rng)
+    offline = Offline(run, samples, embedding, head, max_tokens=plan.max_tokens)
+    return Loop(arm=ARMS[arm], plan=plan, run=run, samples=samples, embedding=embedding, head=head, evals=Silent(), offline=offline, tick=over.pop("tick", lambda: ""), ended=lambda: True,
                 stop=over.pop("stop", Silent()), board=Silent())

@@ -11,7 +11,7 @@ class Link:
     """Stands for the inbox: what was offered, in order."""
 
     def __init__(self) -> None:
-        self.up, self.offers = True, []
+        self.up, self.hopeless, self.offers = True, False, []
 
     def offer(self, folder, *, step, record) -> None:
         assert record["step"] == step == step_of(folder)
@@ -28,12 +28,12 @@ def made(tmp_path):
         run.checkpoint()
         evals.offer()
 
-    evals = Evals(run, link)
+    evals = Evals(run, link, dtype="float32")
     return run, evals, link, write
 
 
 def result(run, step: int) -> dict:
-    return {"checkpoint": checkpoint_hash(run.folder / "checkpoints" / f"step-{step:08d}"), "tau": 1.5, "tau_interval": [1.0, 2.0],
+    return {"checkpoint": checkpoint_hash(run.folder / "checkpoints" / f"step-{step:08d}"), "tau": 1.5, "tau_simulated": 1.5, "tau_interval": [1.0, 2.0],
             "eta": 1.0, "identical": 1, "prompts": 1}
 
 
@@ -47,7 +47,7 @@ def test_a_slow_producer_measures_what_it_has_then_the_newest_and_the_rest_is_co
     evals.arrived(20, result(run, 20), None)
     assert link.offers == [5, 20] and evals.waiting is None and evals.skipped == 2
     assert [row["step"] for row in metrics.read(run.folder / "metrics.jsonl", "eval")] == [5, 20]
-    assert Evals(run, link).waiting is None
+    assert Evals(run, link, dtype="float32").waiting is None
 
 
 def test_a_lost_link_asks_again_with_the_newest(made):

@@ -8,7 +8,7 @@ from common import metrics
 from common.drafter import checkpoint
 from common.errors import UserError
 from trainer.run import Run
-from tests.trainer.small import captures, loop
+from tests.trainer.small import Listed, captures, loop
 
 SAMPLES = captures(12)
 
@@ -169,7 +169,7 @@ def test_it_learns(tmp_path):
 
 def test_a_stream_that_grows_slowly_gives_the_run_that_had_it_all(tmp_path):
     expected = whole(tmp_path)
-    grown: list = []
+    grown = Listed()
     asked = []
     def more() -> str:
         asked.append(1)
