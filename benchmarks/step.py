@@ -172,6 +172,7 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=("adamw", "muon"), default="adamw")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--head-rows", type=int, default=0)
+    parser.add_argument("--head-arm", default="kl_causal", help="whose loss --head-rows takes; each row with a teacher of its own")
     parser.add_argument("--python", type=Path, help="a Python that has speculators; default: one made in the cache folder")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
@@ -187,8 +188,8 @@ def main() -> None:
     console.print(table(results, options.tokens, title))
     if options.head_rows:
         with rivals.Worker(sys.executable, "benchmarks.step", "--worker", threads=options.threads) as worker:
-            record["head"] = made = worker.ask("head", vocab=248320, rows=options.head_rows, arm="ce_causal")
-        console.print(f"our head and loss alone, {made['rows']} rows, V {made['vocab']}: memory rises by {made['peak'] / GIB:.2f} GiB above "
+            record["head"] = made = worker.ask("head", vocab=248320, rows=options.head_rows, arm=options.head_arm)
+        console.print(f"our head and loss alone, {made['rows']} rows, {options.head_arm}, V {made['vocab']}: memory rises by {made['peak'] / GIB:.2f} GiB above "
                       f"the weights ({made['seconds']:.0f} s); dense fp32 logits would be {4 * made['rows'] * made['vocab'] / GIB:.1f} GiB")
     if options.json:
         options.json.write_text(json.dumps(record, indent=1))

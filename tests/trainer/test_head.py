@@ -9,7 +9,8 @@ import torch
 from torch.autograd.profiler import profile
 
 from common.drafter.vocab import OUTSIDE
-from trainer import gradients, head as head_module
+from trainer import gradients
+from trainer import head as head_module
 from trainer.arms import ARMS
 from trainer.batch import make_batch
 from trainer.gradients import FORMS, MOST_COPIES, row_losses
