@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common import logs, service
+from common.errors import UserError
 from common.settings import as_command
 from trainer import config
 
@@ -23,6 +24,26 @@ def run(settings: config.Run) -> None:
     stop.on_signals()
     from trainer import daemon                     # seconds of imports: a stop ends them
     daemon.run(settings, stop)
+
+
+def sweep(settings: config.Sweep) -> None:
+    """Train several arms with several seeds on one stream, each run a process, all options of hstrain run theirs. Re-running goes on."""
+    options = settings.options or []
+    each = run_settings(options)
+    stop = service.Stop()
+    stop.on_signals()
+    from trainer import sweep_screen
+    raise typer.Exit(sweep_screen.show(settings, each, options, stop))
+
+
+def run_settings(words: list[str]) -> config.Run:
+    """What `hstrain run` would make of these words.  click's own error, as on its command line."""
+    command = typer.main.get_command(app).commands["run"]
+    context = command.make_context("hstrain run", list(words))
+    if given := [f"--{name.replace('_', '-')}" for name in ("arm", "seed", "run_dir")
+                 if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"]:
+        raise UserError(f"{', '.join(given)}: a sweep gives each run its own; use --arms, --seeds and --sweep-dir")
+    return config.Run(**context.params)
 
 
 def report(settings: config.Report) -> None:
@@ -62,6 +83,7 @@ def trust(settings: config.Trust) -> None:
 app.command("keygen")(as_command(config.Keys, "HSTRAIN", keygen))
 app.command("trust")(as_command(config.Trust, "HSTRAIN", trust))
 app.command("run")(as_command(config.Run, "HSTRAIN", run))
+app.command("sweep", context_settings={"ignore_unknown_options": True})(as_command(config.Sweep, "HSTRAIN", sweep))
 app.command("report")(as_command(config.Report, "HSTRAIN", report))
 app.command("status")(as_command(config.Status, "HSTRAIN", status))
 app.command("arms")(arms)

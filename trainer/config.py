@@ -66,6 +66,16 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Sweep:
+    arms: str = option("ce_causal", "Arms, as in a,b,c; hstrain arms lists them.")
+    seeds: str = option("0,1,2", "Seeds, as in 0,1,2; each arm is trained with each.")
+    jobs: int = option(1, "Runs at once, each a process of its own; the CPU's threads are divided among them.", min=1)
+    sweep_dir: Path | None = option(None, "Folder of the sweep. Default: sweep in the state folder. The same line again goes on where it was.",
+                                    show_default=False)
+    options: list[str] | None = argument("Options of hstrain run, --from and --steps among them, for each of the runs.", default=None)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Report:
     runs: list[Path] = argument("Run folders.")
     out: Path = option(Path("report.png"), "Picture of tau against training tokens.")

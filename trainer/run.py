@@ -22,9 +22,9 @@ from common import files
 from common.drafter import checkpoint
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
-from common.errors import UserError
 from common.metrics import Metrics
 from trainer import optim
+from trainer.claim import claim
 
 
 class Run:
@@ -35,7 +35,7 @@ class Run:
         """identity: what makes this run this run; compared field by field with an existing folder (UserError)."""
         self.folder, self.identity, self.config, self.seed = folder, identity, config, seed
         folder.mkdir(parents=True, exist_ok=True)
-        _claim(folder, identity)
+        claim(folder / "run.json", identity, what="run", option="--run-dir")
         self.drafter = Drafter(config, generator=torch.Generator().manual_seed(seed)).to(device)
         self.optimizer = optim.Optimizer(self.drafter, optimizer, lr)
         self.step = self.tokens = 0
@@ -84,22 +84,3 @@ class Run:
 
 def _read(path: Path) -> dict:
     return json.loads(path.read_text()) if path.exists() else {}
-
-
-def _claim(folder: Path, identity: dict) -> None:
-    path = folder / "run.json"
-    if not path.exists():
-        files.write_whole(path, json.dumps(identity, indent=1).encode())
-        return
-    there, here = _flat(_read(path)), _flat(identity)
-    if wrong := [f"{k}: {_clip(there.get(k))} -> {_clip(here.get(k))}" for k in sorted({*there, *here}) if there.get(k) != here.get(k)]:
-        raise UserError(f"{folder} holds another run ({'; '.join(wrong)}); give another --run-dir, or the settings and code it was made with")
-
-
-def _flat(values: dict, prefix: str = "") -> dict:
-    """Nested values under names like plan.steps."""
-    return {name: value for k, v in values.items() for name, value in (_flat(v, f"{prefix}{k}.") if isinstance(v, dict) else {prefix + k: v}).items()}
-
-
-def _clip(value: object) -> str:
-    return text if len(text := str(value)) <= 40 else text[:37] + "..."
