@@ -11,7 +11,7 @@ row's length and its anchors (512 in 8192 tokens there, here --anchors for each 
 
 tau is measured the same way for all: each drafter is saved in our format and read again, then walks the captures set aside
 (acceptance.simulate), and drafts in hsprod's real loop on held-out prompts.  That the networks are the same is checked before,
-on random weights.  Intervals: percentile bootstrap over prompts and seeds, both paired.  Runs that are in --out are not repeated."""
+on random weights.  Intervals: over prompts and seeds, both paired (trainer.evidence).  Runs that are in --out are not repeated."""
 from __future__ import annotations
 
 import argparse
@@ -39,7 +39,7 @@ from common.drafter.config import DrafterConfig, shape_for
 from common.drafter.model import Drafter
 from common.errors import UserError
 from common.files import write_whole
-from trainer import arms, config, daemon
+from trainer import arms, config, daemon, evidence
 from trainer.batch import concat_taps, make_batch
 from trainer.optim import Optimizer, share_at
 from trainer.step import train_step
@@ -159,22 +159,24 @@ class RealLoop:
 
 # ---- comparing
 
-def tau_ratio(ours: list[Lists], theirs: list[Lists], rng: np.random.Generator, resamples: int = 10_000,
-              level: float = 0.95) -> tuple[float, float, float]:
-    """Pooled tau of ours / theirs, and its percentile interval over seeds and prompts, both drawn in pairs.
+def tau_ratio(ours: list[Lists], theirs: list[Lists], seeds: list[int], rng: np.random.Generator) -> dict:
+    """tau of ours / theirs, each the mean over seeds of tau pooled over blocks; {ratio, interval, over_prompts, prompts}.
 
-    ours, theirs: [seed][prompt] -> accepted of each block.  ValueError where the two are not of equal seeds and prompts."""
+    ours, theirs: [seed][prompt] -> accepted of each block, the same seeds and prompts on both sides (ValueError).  Texts of one
+    token have no block and stay out.  Intervals as in trainer.evidence: `interval` over prompts and seeds, both paired, None with
+    one seed; `over_prompts` is of these very drafters.  They are those of ours - ratio x theirs, over theirs: first order."""
     a, b = _counts(ours), _counts(theirs)
     if a.shape != b.shape:
         raise ValueError(f"{a.shape[1:]} seeds and prompts against {b.shape[1:]}")
-    _, seeds, prompts = a.shape
-    drawn = rng.integers(seeds, size=(resamples, seeds)), rng.integers(prompts, size=(resamples, prompts))
-    weights = np.stack([(drawn[0] == s).sum(1) for s in range(seeds)], 1), np.stack([(drawn[1] == p).sum(1) for p in range(prompts)], 1)
-    def tau(counts: np.ndarray) -> np.ndarray:
-        tokens, blocks = (np.einsum("rs,sp,rp->r", weights[0], part, weights[1], optimize=True) for part in counts)
-        return tokens / blocks
-    low, high = np.quantile(tau(a) / tau(b), [(1 - level) / 2, (1 + level) / 2])
-    return float(_pooled(a) / _pooled(b)), float(low), float(high)
+    kept = (a[1] > 0).all(0) & (b[1] > 0).all(0)
+    a, b = evidence.Arm.of_cells("ours", seeds, *a[:, :, kept]), evidence.Arm.of_cells("theirs", seeds, *b[:, :, kept])
+    ratio, tau = float(a.taus.mean() / b.taus.mean()), float(b.taus.mean())
+    pair, = evidence.compare([a, evidence.Arm.of_cells("theirs", seeds, ratio * b.committed, b.blocks)], rng).pairs
+    sign = 1 if pair.a == "ours" else -1
+    def around(interval: tuple[float, float] | None) -> list[float] | None:
+        return interval and sorted(ratio + sign * x / tau for x in interval)
+    return {"ratio": ratio, "interval": around(pair.difference.interval), "over_prompts": around(pair.difference.over_prompts),
+            "prompts": int(kept.sum())}
 
 
 def _counts(lists: list[Lists]) -> np.ndarray:
@@ -182,16 +184,12 @@ def _counts(lists: list[Lists]) -> np.ndarray:
     return np.array([[[sum(p) + len(p) for p in seed] for seed in lists], [[len(p) for p in seed] for seed in lists]], float)
 
 
-def _pooled(counts: np.ndarray) -> float:
-    return counts[0].sum() / counts[1].sum()
-
-
-def compare(rows: dict[str, dict], rng_seed: int = 0) -> dict[str, dict]:
-    """rows: name -> {"aside", "real": [seed][prompt] lists}; the rows of 'ours' each against each of 'theirs'."""
+def compare(rows: dict[str, dict], seeds: list[int], rng_seed: int = 0) -> dict[str, dict]:
+    """rows: name -> {"aside", "real": [seed][prompt] lists}; each of ours against each of speculators'."""
     out = {}
     for ours in (name for name in rows if not name.startswith("speculators")):
         for theirs in (name for name in rows if name.startswith("speculators")):
-            out[f"{ours} / {theirs}"] = {key: tau_ratio(rows[ours][key], rows[theirs][key], np.random.default_rng(rng_seed))
+            out[f"{ours} / {theirs}"] = {key: tau_ratio(rows[ours][key], rows[theirs][key], seeds, np.random.default_rng(rng_seed))
                                          for key in ("aside", "real") if rows[ours][key] and rows[theirs][key]}
     return out
 
@@ -273,9 +271,14 @@ def show(console: Console, rows: dict[str, dict], ratios: dict[str, dict], said:
         table.add_row(name, *cells, f"{np.mean([m['seconds'] for m in row['made']]):.0f}")
     console.print(table)
     for pair, found in ratios.items():
-        console.print(f"{pair}: " + ", ".join(f"{ {'aside': 'captures aside', 'real': 'real loop'}[key]} {ratio:.3f}x (95 % {low:.3f} to {high:.3f})"
-                                             for key, (ratio, low, high) in found.items()))
+        console.print(f"{pair}: " + ", ".join(f"{ {'aside': 'captures aside', 'real': 'real loop'}[key]} {_said(x)}" for key, x in found.items()))
     console.print("speculators' learning rates at the first seed, tau on captures aside: " + ", ".join(f"{k} {v:.3f}" for k, v in said["grid"].items()))
+
+
+def _said(x: dict) -> str:
+    interval, what = (x["interval"], "") if x["interval"] else (x["over_prompts"], " over prompts alone, one seed")
+    span = f"95 % {interval[0]:.3f} to {interval[1]:.3f}{what}" if interval else "one text"
+    return f"{x['ratio']:.3f}x ({span}; {x['prompts']} texts)"
 
 
 def numbers(kind: type):
@@ -309,7 +312,7 @@ def main() -> None:
     recording = recorded.read(store)
     real = RealLoop(recording, options.prompts, options.new_tokens) if options.prompts else None
     rows, said = rows_of(options, recording, python, real)
-    ratios = compare(rows)
+    ratios = compare(rows, options.seeds)
     said |= {"train": len(recording.train), "aside": len(recording.aside), "seeds": options.seeds, "target": recording.contract.target}
     write_whole(options.out / "recipes.json", json.dumps({"said": said, "rows": rows, "ratios": ratios}, indent=1).encode())
     show(Console(width=130), rows, ratios, said)

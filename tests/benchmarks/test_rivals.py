@@ -31,36 +31,49 @@ def test_a_share_is_set_aside_by_the_prompt_alone():
     assert all(recorded.is_aside(f"{i:064x}", 1) for i in range(9))
 
 
-def test_ratio_is_of_pooled_taus():
-    ours, theirs = [[[3, 3], [0]], [[1], [2, 0, 1]]], [[[1], [0]], [[0], [1]]]      # tau (3+3+0+1+2+0+1)/7+1 and 2/4+1
-    ratio, low, high = recipes.tau_ratio(ours, theirs, np.random.default_rng(0))
-    assert ratio == pytest.approx((10 / 7 + 1) / 1.5)
-    assert low < ratio < high
+def ratio_of(ours: list, theirs: list) -> dict:
+    return recipes.tau_ratio(ours, theirs, list(range(len(ours))), np.random.default_rng(0))
 
 
-def test_interval_is_paired():
-    """Prompts differ much, the two sides on each of them by a tenth: only drawn in pairs is that certain."""
-    rng = np.random.default_rng(1)
-    prompts = [[[int(n)] * 10] for n in rng.integers(1, 200, 30)]
-    theirs = [[p[0] for p in prompts]] * 3
-    ours = [[[n + (n + 1) // 2 for n in p[0]] for p in prompts]] * 3
-    ratio, low, high = recipes.tau_ratio(ours, theirs, np.random.default_rng(0))
-    assert 1.45 < low <= ratio <= high < 1.55
+def test_ratio_is_of_the_mean_over_seeds_of_pooled_taus():
+    made = ratio_of([[[3, 3], [0]], [[1], [2, 0, 1]]], [[[1], [0]], [[0], [1]]])            # tau 3 and 2, 1.5 and 1.5
+    assert made["ratio"] == pytest.approx(2.5 / 1.5) and made["prompts"] == 2
+    assert made["interval"][0] < made["ratio"] < made["interval"][1]
 
 
-def test_one_seed_and_one_prompt_have_no_width():
-    ratio, low, high = recipes.tau_ratio([[[1, 2]]], [[[0, 1]]], np.random.default_rng(0))
-    assert ratio == low == high == pytest.approx(2.5 / 1.5)
+def test_interval_is_paired_and_around_the_ratio():
+    """Prompts differ much, the two sides on each of them by half: only in pairs is that certain.  Swapped, it is the reciprocal."""
+    theirs = [[[int(n)] * 10] for n in np.random.default_rng(1).integers(1, 200, 30)]
+    theirs = [[p[0] for p in theirs]] * 3
+    ours = [[[n + (n + 1) // 2 for n in p] for p in seed] for seed in theirs]
+    made, swapped = ratio_of(ours, theirs), ratio_of(theirs, ours)
+    assert 1.45 < made["interval"][0] < made["ratio"] < made["interval"][1] < 1.55
+    assert swapped["ratio"] == pytest.approx(1 / made["ratio"])
+    assert swapped["interval"] == pytest.approx([1 / made["interval"][1], 1 / made["interval"][0]], rel=0.01)
 
 
-def test_unequal_prompts_are_refused():
+def test_seeds_that_differ_widen_the_interval():
+    same, apart = [[[2]] * 8] * 3, [[[1]] * 8, [[2]] * 8, [[3]] * 8]
+    assert ratio_of(same, same)["interval"] == pytest.approx([1.0, 1.0])
+    low, high = ratio_of(apart, same)["interval"]
+    assert low < 0.9 and high > 1.1                                                         # three seeds: t of two degrees of freedom
+
+
+def test_one_seed_has_an_interval_over_prompts_alone():
+    made = ratio_of([[[1, 2], [3]]], [[[0, 1], [1]]])
+    assert made["interval"] is None and made["over_prompts"][0] < made["ratio"] < made["over_prompts"][1]
+    assert ratio_of([[[1, 2]]], [[[0, 1]]])["over_prompts"] is None
+
+
+def test_a_text_without_a_block_stays_out_and_unequal_prompts_are_refused():
+    assert ratio_of([[[1, 2], [], [3]]], [[[0, 1], [], [1]]])["prompts"] == 2
     with pytest.raises(ValueError, match="against"):
-        recipes.tau_ratio([[[1]]], [[[1], [1]]], np.random.default_rng(0))
+        ratio_of([[[1]]], [[[1], [1]]])
 
 
 def test_each_of_ours_meets_each_of_theirs():
     row = {"aside": [[[1]]], "real": []}
-    assert list(recipes.compare(dict.fromkeys(("a", "b", "speculators", "speculators-lr0.01"), row))) == [
+    assert list(recipes.compare(dict.fromkeys(("a", "b", "speculators", "speculators-lr0.01"), row), [0])) == [
         "a / speculators", "a / speculators-lr0.01", "b / speculators", "b / speculators-lr0.01"]
 
 
