@@ -47,7 +47,7 @@ def run_settings(words: list[str]) -> config.Run:
 
 
 def report(settings: config.Report) -> None:
-    """Acceptance against training tokens of one or more runs: a table and a picture."""
+    """Acceptance of runs, and which arm beats which: tables, a picture, a page, JSON."""
     from trainer import report as reports
     reports.show(settings)
 

@@ -77,8 +77,10 @@ class Sweep:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    runs: list[Path] = argument("Run folders.")
-    out: Path = option(Path("report.png"), "Picture of tau against training tokens.")
+    runs: list[Path] = argument("Run folders, or folders of runs (a sweep's).")
+    out: Path | None = option(None, "FILE.png for the charts, or a folder for report.png, report.html and report.json. Default: report.png, unless "
+                              "--html or --json is given.", show_default=False)
+    html: Path | None = option(None, "One self-contained page with charts, tables and a summary in words.", show_default=False)
     json: bool = option(False, "Print JSON instead of tables.")
 
 

@@ -93,6 +93,17 @@ class Pair:
         return self.over_seeds and self.p_holm is not None and self.p_holm < 1 - LEVEL
 
     @property
+    def outcome(self) -> str:
+        """The verdict in a few words, for a table that has names and numbers."""
+        if self.separated:
+            return "separated"
+        if self.p_holm is not None and self.p_holm < 1 - LEVEL:
+            return "these drafters differ; one seed"
+        if self.p is None:
+            return "one prompt"
+        return "not separated" + (" (alone it would be)" if self.over_seeds and self.p < 1 - LEVEL else "")
+
+    @property
     def verdict(self) -> str:
         x = self.difference
         if self.separated:
@@ -104,7 +115,7 @@ class Pair:
                 return (f"this drafter of {self.a} beats this one of {self.b} by {x.estimate:.2f} ({_span(x.over_prompts)} over prompts); "
                         "one seed: nothing is known of the arms")
             return f"not separated ({_span(x.over_prompts)} over prompts; one seed)"
-        return f"not separated ({_span(x.interval)}{'; would be, were it the only pair' if self.p < 1 - LEVEL else ''})"
+        return f"not separated ({_span(x.interval)}{'; were it the only pair, it would be' if self.p < 1 - LEVEL else ''})"
 
 
 @dataclass(frozen=True)

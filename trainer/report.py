@@ -1,98 +1,161 @@
-"""`hstrain report`: what the producer measured of each run's checkpoints, as a table, a picture and JSON.
+"""`hstrain report`: what was measured of the runs' checkpoints, in the terminal, as a picture, as a page and as JSON.
 
-Reads metrics.jsonl alone, so it works while a run goes on and on another box.  Pairwise statistics come elsewhere."""
+Joins the parts: report_runs (folders), report_document (figures, by evidence), report_plots and report_html (what is written).
+Here: the command, and the terminal's tables.  Left out: any figure of its own."""
 from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
+import numpy as np
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from common import metrics
 from common.errors import UserError
-from trainer import config
+from common.version import versions
+from trainer import config, report_document, report_runs
+from trainer.report_words import tokens_text
 
-LEGEND = ("tokens: trained on, re-reads included; tau: tokens per verify, pooled over blocks; prompt: mean of per-prompt means; "
-          "sim.: simulated on the plain texts; plain, spec.: tokens/s; eta: speedup measured; same: texts identical to plain decoding")
-
-
-def load(folder: Path) -> dict:
-    """{"run", "arm", "seed", "evals": [rows, ascending step]}; UserError where the folder is no run."""
-    try:
-        identity = json.loads((folder / "run.json").read_text())
-    except FileNotFoundError:
-        raise UserError(f"{folder} is not a run folder (it has no run.json)") from None
-    rows = sorted(metrics.read(folder / "metrics.jsonl", "eval"), key=lambda row: row["step"])
-    return {"run": folder.name, "arm": identity["arm"]["name"], "seed": identity["seed"], "contract": identity["contract"], "evals": rows}
+SEED = 0                     # of the bootstrap: the same runs give the same report
+LISTED = 10                  # divergences and alarms that the terminal shows
+STEPS = ("tokens: trained on, re-reads included; tau: tokens per verify, pooled over blocks; prompt: mean of per-prompt means; sim.: simulated on the "
+         "same texts; aside: simulated on texts held aside here; plain, spec.: tokens/s; eta: speedup measured; same: texts identical to plain decoding")
+ARMS = "tau: tokens per verify, mean over seeds; sim.: simulated on the same texts; eta: speedup measured; theory: tau L / (T_t + T_d)"
 
 
 def show(settings: config.Report) -> None:
-    runs = [load(folder) for folder in settings.runs]
+    files = outputs(settings)
+    runs = report_runs.load(settings.runs)
+    from trainer.offline import parted             # torch, for one rule that training has, too
+    document = report_document.build(runs, np.random.default_rng(SEED), parted)
     if settings.json:
-        print(json.dumps(runs, indent=1))
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        terminal(document, Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100))
+    told = Console(file=sys.stderr if settings.json else sys.stdout)
+    for what, path in write(document, files).items():
+        told.print(f"{what}: {path.resolve()}", soft_wrap=True, highlight=False)
+
+
+def outputs(settings: config.Report) -> dict[str, Path]:
+    """{"picture" | "page" | "JSON": file to write}.  --out FILE.png is a picture, any other --out a folder for all three."""
+    out = settings.out or (Path("report.png") if not settings.html and not settings.json else None)
+    files = {}
+    if out:
+        files = {"picture": out} if out.suffix == ".png" else {"picture": out / "report.png", "page": out / "report.html", "JSON": out / "report.json"}
+    if settings.html:
+        files["page"] = settings.html
+    for file in files.values():
+        if file.is_dir() or any(parent.exists() and not parent.is_dir() for parent in file.parents):
+            raise UserError(f"{file} cannot be written: a folder has this name, or a file the name of its folder")
+    return files
+
+
+def write(document: dict, files: dict[str, Path]) -> dict[str, Path]:
+    """Write them; returns those written: where nothing is measured there is nothing to draw."""
+    if not any(document["curves"].values()):
+        return {}
+    from trainer import report_html, report_plots
+    made = f"{time.strftime('%Y-%m-%d %H:%M')}, hstrain report of {', '.join(f'{k} {v}' for k, v in versions().items())}"
+    for what, path in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if what == "picture":
+            report_plots.png(document, path)
+        else:
+            text = report_html.page(document, made) if what == "page" else json.dumps(document, indent=1, allow_nan=False)
+            path.write_text(text, encoding="utf-8")
+    return files
+
+
+def terminal(document: dict, console: Console) -> None:
+    """The summary in words, then tables: steps of a single run, or arms and pairs."""
+    for name in document["not_measured"]:
+        console.print(f"{name}: no acceptance measured yet", highlight=False)
+    if not document["curves"]:
         return
-    console = Console(file=sys.stdout, width=None if sys.stdout.isatty() else 100)
-    for run in runs:
-        if not run["evals"]:
-            console.print(f"{run['run']}: no acceptance measured yet")
-            continue
-        console.print(table(run))
-        console.print(identity_line(run["evals"][-1]))
-        console.print(slots_line(run["evals"][-1]))
-    if any(run["evals"] for run in runs):
-        draw(runs, settings.out)
-        console.print(f"picture: {settings.out.resolve()}", soft_wrap=True)
+    single = document["runs"][0] if len(document["runs"]) == 1 else None
+    for table in [steps_table(single)] if single else [arms_table(document), pairs_table(document)]:
+        if table:
+            console.print(table)
+    if not single:
+        for heading, sentences in (("Shows", document["shows"]), ("Does not show", document["lacks"])):
+            console.print(bullets(heading, sentences))
+    console.print(slots_table(document))
+    if document["speed"] and single:
+        console.print("{identical} of {prompts} held-out texts are identical to plain decoding".format(**document["speed"][0]), highlight=False)
+    listed(console, [f"{d['run']}, prompt {d['prompt'][:12]}: differs first at token {d['position']}, where the target's top-1/top-2 margin is "
+                     f"{d['margin']:.2g}" for d in document["divergences"]], document["divergences_left_out"])
+    listed(console, [f"ALARM {alarm['run']} step {alarm['step']}: {alarm['says']}" for alarm in document["alarms"]], 0)
 
 
-def table(run: dict) -> Table:
-    out = Table(title=f"{run['arm']}, seed {run['seed']}: acceptance on held-out prompts, real decoding",
-                box=box.SIMPLE, padding=(0, 1), caption=LEGEND)
-    for name in ("step", "tokens", "tau (95 %)", "prompt", "sim.", "plain", "spec.", "eta", "same"):
+def steps_table(run: dict) -> Table:
+    """Every measured step of one run; '-' where only one of the two boxes has measured it."""
+    out = Table(title=f"{run['arm']}, seed {run['seed']}: acceptance on held-out prompts, real decoding", box=box.SIMPLE, padding=(0, 1), caption=STEPS)
+    for name in ("step", "tokens", "tau (95 %)", "prompt", "sim.", "aside", "plain", "spec.", "eta", "same"):
         out.add_column(name, justify="right", no_wrap=True)
-    for row in run["evals"]:
-        low, high = row["tau_interval"]
-        out.add_row(str(row["step"]), f"{row['tokens'] / 1e3:,.0f}k", f"{row['tau']:.2f} ({low:.2f} {high:.2f})", f"{row['tau_prompt']:.2f}",
-                    f"{row['tau_simulated']:.2f}", f"{row['plain_tokens_per_s']:.0f}", f"{row['spec_tokens_per_s']:.0f}",
-                    f"{row['eta']:.2f}", f"{row['identical']}/{row['prompts']}")
+    real, aside = ({row["step"]: row for row in run[source]} for source in ("real", "simulated"))
+    for step in sorted({*real, *aside}):
+        row = real.get(step)
+        cells = [_of(row, "tau", "{:.2f}") + (" ({:.2f} {:.2f})".format(*row["tau_interval"]) if row else ""), _of(row, "tau_prompt", "{:.2f}"),
+                 _of(row, "tau_simulated", "{:.2f}"), _of(aside.get(step), "tau", "{:.2f}"), _of(row, "plain_tokens_per_s", "{:.0f}"),
+                 _of(row, "spec_tokens_per_s", "{:.0f}"), _of(row, "eta", "{:.2f}"), f"{row['identical']}/{row['prompts']}" if row else "-"]
+        out.add_row(str(step), tokens_text((row or aside[step])["tokens"]), *cells)
     return out
 
 
-def identity_line(row: dict) -> str:
-    """How many texts speculation left as they were, and each one that differs with the target's own margin there."""
-    text = f"{row['identical']} of {row['prompts']} held-out texts are identical to plain decoding"
-    for d in row["divergences"]:
-        text += f"\n  prompt {d['prompt'][:12]}: differs first at token {d['position']}, where the target's top-1/top-2 margin is {d['margin']:.2g}"
-    return text
+def arms_table(document: dict) -> Table | None:
+    if not (compared := document["compared"]):
+        return None
+    out = Table(title=f"Arms after {tokens_text(compared['tokens'])} training tokens, {document['source']} acceptance", box=box.SIMPLE, padding=(0, 1), caption=ARMS)
+    for name in ("arm", "seeds", "tau (95 %)", "prompt", "sim.", "eta", "theory"):
+        out.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
+    for arm in sorted(compared["arms"], key=lambda arm: -arm["tau"]):
+        interval = arm["interval"] or arm["over_prompts"]
+        out.add_row(arm["arm"], str(len(arm["seeds"])), f"{arm['tau']:.2f}" + (" ({:.2f} {:.2f})".format(*interval) if interval else ""),
+                    *(_of(arm, name, "{:.2f}") for name in ("tau_prompt", "tau_simulated", "eta", "eta_theory")))
+    return out
 
 
-def slots_line(row: dict) -> str:
-    return "accepted by slot: " + "  ".join(f"{j}: {rate:.0%}" for j, rate in enumerate(row["acceptance_by_slot"], 1))
+def pairs_table(document: dict) -> Table | None:
+    if not (compared := document["compared"]) or not compared["pairs"]:
+        return None
+    how = "paired by prompt and seed" if compared["paired"] else f"not paired: {compared['not_paired']}"
+    out = Table(title="Differences of tau, the higher arm first", box=box.SIMPLE, padding=(0, 1),
+                caption=f"95 % over prompts and seeds (one seed: over prompts); {how}; p corrected by Holm over {len(compared['pairs'])}")
+    for name in ("higher", "lower", "by", "95 %", "p", "verdict"):
+        out.add_column(name, justify="right" if name in ("by", "95 %", "p") else "left", no_wrap=name in ("by", "95 %", "p"))
+    for pair in compared["pairs"]:
+        interval = pair["difference"]["interval"] or pair["difference"]["over_prompts"]
+        out.add_row(pair["a"], pair["b"], f"{pair['difference']['estimate']:.2f}", "{:.2f} {:.2f}".format(*interval) if interval else "-",
+                    _of(pair, "p_holm", "{:.3f}"), pair["outcome"], style="bold" if pair["separated"] else None)
+    return out
 
 
-def draw(runs: list[dict], path: Path) -> None:
-    """tau against tokens trained on, one line a run, 95 % interval shaded, simulated acceptance dotted."""
-    import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    figure, axes = plt.subplots(figsize=(7.5, 4.6), dpi=130, layout="constrained")
-    for i, run in enumerate(run for run in runs if run["evals"]):
-        tokens, taus = [r["tokens"] for r in run["evals"]], [r["tau"] for r in run["evals"]]
-        [line] = axes.plot(tokens, taus, marker="o", markersize=4, linewidth=1.8, color=f"C{i}", label=f"{run['arm']}, seed {run['seed']}")
-        axes.fill_between(tokens, *zip(*(r["tau_interval"] for r in run["evals"])), alpha=0.15, color=line.get_color(), linewidth=0)
-        axes.plot(tokens, [r["tau_simulated"] for r in run["evals"]], ":", color=line.get_color(), linewidth=1.2,
-                  label="simulated on plain text" if i == 0 else None)
-        axes.annotate(f"{taus[-1]:.2f}", (tokens[-1], taus[-1]), textcoords="offset points", xytext=(6, -3), fontsize=9)
-    axes.axhline(1, color="0.6", linewidth=0.8)
-    axes.annotate("no draft accepted", (0.995, 1), xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8, color="0.4")
-    axes.set(xlabel="tokens trained on (re-reads included)", ylabel="tau: tokens per verify, held-out prompts", ylim=(0.8, None))
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value / 1e3:g}k" if value < 1e6 else f"{value / 1e6:g}M")
-    axes.margins(x=0.08)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    plt.close(figure)
+def slots_table(document: dict) -> Table:
+    out = Table.grid(padding=(0, 2, 0, 0))
+    for i, (arm, rates) in enumerate(document["slots"].items()):
+        out.add_row("accepted by slot:" if i == 0 else "", *([arm] if len(document["arms"]) > 1 else []),
+                    "  ".join(f"{j}: {rate:>3.0%}" for j, rate in enumerate(rates, 1)))
+    return out
+
+
+def bullets(heading: str, sentences: list[str]) -> Table:
+    out = Table.grid(padding=(0, 1))
+    out.add_row("", f"[bold]{heading}[/bold]")
+    for sentence in sentences:
+        out.add_row("-", sentence)
+    return out
+
+
+def listed(console: Console, lines: list[str], left_out: int) -> None:
+    for line in lines[:LISTED]:
+        console.print(f"  {line}", highlight=False)
+    if more := len(lines[LISTED:]) + left_out:
+        console.print(f"  and {more} more" + ("" if not left_out else f" ({left_out} did not fit the producer's message)"), highlight=False)
+
+
+def _of(row: dict | None, name: str, form: str) -> str:
+    return "-" if row is None or row.get(name) is None else form.format(row[name])
