@@ -189,8 +189,8 @@ def main() -> None:
     if options.head_rows:
         with rivals.Worker(sys.executable, "benchmarks.step", "--worker", threads=options.threads) as worker:
             record["head"] = made = worker.ask("head", vocab=248320, rows=options.head_rows, arm=options.head_arm)
-        console.print(f"our head and loss alone, {made['rows']} rows, {options.head_arm}, V {made['vocab']}: memory rises by {made['peak'] / GIB:.2f} GiB above "
-                      f"the weights ({made['seconds']:.0f} s); dense fp32 logits would be {4 * made['rows'] * made['vocab'] / GIB:.1f} GiB")
+        console.print(f"our head and loss alone, {options.head_arm}, {made['rows']} rows, V {made['vocab']}: memory rises by "
+                      f"{made['peak'] / GIB:.2f} GiB above the weights ({made['seconds']:.0f} s); dense fp32 logits would be {4 * made['rows'] * made['vocab'] / GIB:.1f} GiB")
     if options.json:
         options.json.write_text(json.dumps(record, indent=1))
 
