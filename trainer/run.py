@@ -10,6 +10,7 @@ Randomness comes from (seed, step) alone, so there is no generator state to save
 """
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -44,8 +45,8 @@ class Run:
         self.metrics = Metrics(folder / "metrics.jsonl")
 
     def generator(self) -> torch.Generator:
-        """For the step that comes next; equal for every arm with this seed."""
-        return torch.Generator().manual_seed((self.seed << 32) + self.step)
+        """For the step that comes next."""
+        return draws(self.seed, self.step)
 
     def close_stream(self, samples: int) -> None:
         files.write_whole(self.folder / "closed.json", json.dumps({"samples": samples}).encode())
@@ -80,6 +81,14 @@ class Run:
 
     def checkpoints(self) -> list[Path]:
         return sorted((self.folder / "checkpoints").glob("step-*"))
+
+
+def draws(seed: int, step: int) -> torch.Generator:
+    """Anchors and masks of one step come from it: equal for every arm with this seed, others for another seed.
+
+    Hashed, because torch's CPU generator looks at the low 32 bits of its seed alone: seed << 32 would be none."""
+    digest = hashlib.blake2b(f"{seed},{step}".encode(), digest_size=4).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 
 def _read(path: Path) -> dict:

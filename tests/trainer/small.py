@@ -1,11 +1,19 @@
 """Captures of no target at all, learnable ones, and a loop over them: the trainer without a link."""
 from __future__ import annotations
 
+import hashlib
+import json
+from pathlib import Path
+
 import numpy as np
+import safetensors.torch
 import torch
 
 from common.capture import Capture, to_bf16
+from common.contract import ExtractionContract
 from common.drafter.config import shape_for
+from protocol import codec
+from protocol.store import SampleStore
 from trainer.arms import ARMS
 from trainer.loop import Loop, Plan
 from trainer.offline import Offline
@@ -26,6 +34,31 @@ def captures(count: int, seed: int = 0) -> list[Capture]:
         none = np.zeros(0, np.int32)
         out.append(Capture(ids, np.arange(tokens) >= 4, states[:-1], states[-1], none, none))
     return out
+
+
+CONTRACT = ExtractionContract(target="toy", weights="a" * 64, tokenizer="b" * 64, chat_template="", thinking=None, taps=TAPS, n_layers=8,
+                              hidden_size=HIDDEN, vocab_size=VOCAB, mask_token_id=MASK, dtype="float32", delta_rule="", versions={"numpy": "2"})
+
+
+def stored(state: Path, given: list[Capture], stream: str = "s" * 32) -> Path:
+    """A box's state folder that has received these: store and assets, as trainer/inbox.py lays them out."""
+    assets = state / "assets"
+    assets.mkdir(parents=True)
+    rng, names = torch.Generator().manual_seed(7), {}
+    for name in ("embedding", "lm_head"):
+        data = safetensors.torch.save({"weight": torch.randn(VOCAB, HIDDEN, generator=rng)})
+        names[name] = hashlib.sha256(data).hexdigest()
+        (assets / names[name]).write_bytes(data)
+    (assets / f"{CONTRACT.hash}.json").write_text(json.dumps(names))
+    with SampleStore(state / "store") as store:
+        store.begin(stream, CONTRACT.to_dict(), 0)
+        append(store, given)
+    return state
+
+
+def append(store: SampleStore, given: list[Capture]) -> None:
+    for capture in given:
+        store.append(store.next, codec.encode(capture, stream=store.stream, seq=store.next, contract=CONTRACT.hash))
 
 
 def config(attention: str = "causal"):

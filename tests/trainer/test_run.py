@@ -9,6 +9,8 @@ from common.drafter import checkpoint
 from common.errors import UserError
 from trainer.run import Run
 from tests.trainer.small import Listed, captures, loop
+from trainer.arms import ARMS
+from trainer.batch import make_batch
 
 SAMPLES = captures(12)
 
@@ -74,6 +76,51 @@ def test_a_kill_between_saves_goes_back_to_the_last_one_and_ends_the_same(tmp_pa
     assert_same(weights(second.run), expected)
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl", "step")
     assert [row["step"] for row in rows] == [10, 20]
+
+
+@pytest.mark.parametrize("arm", ["kl_mixed_uniform", "vp_mixed"])
+def test_a_kill_at_any_step_changes_no_bit(tmp_path, arm):
+    """Killed as by kill -9 (nothing is saved) and stopped (the state is), after each step; corruption draws fresh noise each step."""
+    made = loop(tmp_path / "whole", steps=8, samples=SAMPLES, arm=arm, plan={"eval_every": 3})
+    made.go()
+    expected = [checkpoint.checkpoint_hash(folder) for folder in made.run.checkpoints()]
+    for step in range(1, 8):
+        def kill(first, at=step) -> str:
+            if first.run.step == at:
+                raise KeyboardInterrupt
+            return ""
+        killed = loop(tmp_path / f"killed{step}", steps=8, samples=SAMPLES, arm=arm, plan={"eval_every": 3})
+        killed.tick = lambda first=killed: kill(first)
+        with pytest.raises(KeyboardInterrupt):
+            killed.go()
+        stopped = loop(tmp_path / f"stopped{step}", steps=8, samples=SAMPLES, arm=arm, plan={"eval_every": 3}, stop=StopAt(step))
+        stopped.go()
+        assert stopped.run.step == step
+        for name, at in ((f"killed{step}", step - step % 3), (f"stopped{step}", step)):
+            again = loop(tmp_path / name, steps=8, samples=SAMPLES, arm=arm, plan={"eval_every": 3})
+            assert again.run.step == at
+            again.go()
+            assert [checkpoint.checkpoint_hash(folder) for folder in again.run.checkpoints()] == expected
+
+
+def test_every_arm_sees_the_same_samples_and_anchors(tmp_path, monkeypatch):
+    import trainer.loop as module
+    seen: dict[str, list] = {}
+
+    def note(captures, config, arm, **words):
+        batch = make_batch(captures, config, arm, **words)
+        seen.setdefault(arm.name, []).append(([SAMPLES.index(c) for c in captures], batch.anchors.tolist()))
+        return batch
+    monkeypatch.setattr(module, "make_batch", note)
+    for arm in ARMS:
+        loop(tmp_path / arm, steps=6, samples=SAMPLES, arm=arm).go()
+    first = seen["ce_causal"]
+    assert len(seen) == len(ARMS) and all(steps == first for steps in seen.values())
+    assert len({str(anchors) for _, anchors in first}) == 6, "drawn anew each step"
+    seen.clear()
+    loop(tmp_path / "other", steps=6, samples=SAMPLES, seed=1).go()
+    assert [samples for samples, _ in seen["ce_causal"]] == [samples for samples, _ in first]
+    assert all(a != b for (_, a), (_, b) in zip(seen["ce_causal"], first, strict=True)), "another seed, other anchors"
 
 
 @pytest.mark.parametrize("stage", ["save_file", "first rename", "second rename", "last rmtree"])
