@@ -38,9 +38,10 @@ def sweep(settings: config.Sweep) -> None:
 
 def run_settings(words: list[str]) -> config.Run:
     """What `hstrain run` would make of these words.  click's own error, as on its command line."""
+    from trainer.sweep import OWN
     command = typer.main.get_command(app).commands["run"]
     context = command.make_context("hstrain run", list(words))
-    if given := [f"--{name.replace('_', '-')}" for name in ("arm", "seed", "run_dir")
+    if given := [f"--{name.replace('_', '-')}" for name in OWN
                  if (source := context.get_parameter_source(name)) and source.name == "COMMANDLINE"]:
         raise UserError(f"{', '.join(given)}: a sweep gives each run its own; use --arms, --seeds and --sweep-dir")
     return config.Run(**context.params)

@@ -31,7 +31,7 @@ from trainer import arms, config
 from trainer.claim import claim
 from trainer.replay import store_folder
 
-OWN = ("arm", "seed", "run_dir")     # options of a run that the sweep gives
+OWN = ("arm", "seed", "run_dir")     # options of a run that the sweep alone gives
 FREE = {*OWN, "samples", "producer", "stored", "state_dir", "name", "eval_every", "eval_all", "device", "threads", "disk_budget", "credit",
         "keys", "log_level"}         # and those that may be others when the line is given again; all else makes another sweep
 LOOK_EVERY_S = 0.5
@@ -187,18 +187,23 @@ def about(names: list[str], seeds: list[int], each: config.Run, before: Path) ->
 
 def trained(folder: Path) -> bool:
     """The run's last step is taken and saved."""
-    state, run = folder / "resume" / "state.safetensors", folder / "run.json"
-    if not state.exists() or not run.exists():
+    state, steps = folder / "resume" / "state.safetensors", planned(folder)
+    if steps is None or not state.exists():
         return False
     with safe_open(state, "np") as file:
-        return int(file.metadata()["step"]) >= json.loads(run.read_text())["plan"]["steps"]
+        return int(file.metadata()["step"]) >= steps
+
+
+def planned(folder: Path) -> int | None:
+    """Steps that the run in the folder is to take; None where there is none yet, or something else (the run itself will say what)."""
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return json.loads((folder / "run.json").read_text())["plan"]["steps"]
+    return None
 
 
 def progress(folder: Path) -> dict:
     """{step, steps, loss, offline, real, alarms} of a run, from its files; None for what is not there yet."""
-    told: dict = dict.fromkeys(("step", "steps", "loss", "offline", "real"))
-    with contextlib.suppress(FileNotFoundError):
-        told["steps"] = json.loads((folder / "run.json").read_text())["plan"]["steps"]
+    told: dict = dict.fromkeys(("step", "loss", "offline", "real")) | {"steps": planned(folder)}
     rows = metrics.read(folder / "metrics.jsonl")
     for row in rows:
         if row["kind"] == "step":
