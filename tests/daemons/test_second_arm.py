@@ -10,10 +10,10 @@ import zmq
 
 from protocol.store import SampleStore
 from tests.daemons.processes import RUN, SERVE, free_port, rows, some_prompts, stored
-from trainer.order import visit
+from trainer.order import sample_at
 
 pytestmark = pytest.mark.processes
-STEPS = 120                  # the stream's 55 samples are 110 of them
+STEPS = 120                  # the stream's 54 samples that are trained on are 108 of them
 HALF = 12                    # samples after which the producer goes away
 
 
@@ -74,8 +74,8 @@ def test_two_arms_one_box_and_a_producer_that_comes_and_goes(tmp_path, start):
     with SampleStore(box / "store", readonly=True) as store:
         samples = [store.sample(seq).capture for seq in stored(box)]
     assert sorted(c.prompt for c in samples) == sorted(p.id for p in split.train)
-    read = [samples[visit(k, replay=3, closed=len(samples))].tokens for k in range(2 * STEPS)]
+    read = [samples[sample_at(k, replay=3, closed=len(samples))].tokens for k in range(2 * STEPS)]
     expected = {step: sum(read[:2 * step]) for step in range(10, STEPS + 1, 10)}
     for folder in folders.values():
-        assert rows(folder) == expected, "from the first stored sample, in the order that visit() gives"
+        assert rows(folder) == expected, "from the first stored sample, in the order that sample_at() gives"
         assert json.loads((folder / "closed.json").read_text()) == {"samples": len(samples)}
