@@ -24,6 +24,7 @@ from producer.prompts import SALT, SHIPPED
 from producer.schedule import Progress
 from producer.speculate import Limit
 from producer.target import Target, layer_count, load
+from protocol.frames import MAX_DOCUMENT
 from protocol.keys import ProducerKeys
 from protocol.offers import CheckpointReady
 from protocol.producer_link import ProducerLink
@@ -112,8 +113,12 @@ class Evaluator:
                 raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
         began = time.monotonic()
         result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=lambda _done, _of: self._stop.check())
-        return result | {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self.prompts_hash,
-                         "seconds": time.monotonic() - began}
+        result |= {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self.prompts_hash, "seconds": time.monotonic() - began}
+        sent = evaluate.fitted(result, MAX_DOCUMENT)
+        if sent is not result:
+            log.warning("%s step %d: the report is too large for one message; its accepted lists are left out (%d prompts), so that arms "
+                        "are compared without pairing: fewer --eval-prompts or --eval-new-tokens make it fit", ready.run, ready.step, len(result["texts"]))
+        return sent
 
 
 @dataclass

@@ -5,6 +5,7 @@ speculation changed are listed with the target's own margin there, never hidden 
 which prompts these are; the caller knows and says."""
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -84,6 +85,21 @@ def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTex
     return _acceptance(drafter, prompts, specs, simulated, seed) | _speed(timed, specs) | _identity(target, prompts, plains, specs)
 
 
+def fitted(result: dict, most: int) -> dict:
+    """A result whose JSON has at most `most` bytes: the accepted lists are left out where it is larger, then divergences from the
+    last; texts_left_out and divergences_left_out say how many were.  About 25 kB for 64 prompts of 128 tokens."""
+    if len(json.dumps(result)) <= most:
+        return result
+    made = result | {"texts": None, "texts_left_out": len(result["texts"])}
+    if len(json.dumps(made)) > most:
+        kept = made["divergences"]
+        room = most - len(json.dumps(made | {"divergences": [], "divergences_left_out": len(kept)}))
+        sizes = np.cumsum([len(json.dumps(one)) + 2 for one in kept])
+        fit = int((sizes <= room).sum())
+        made |= {"divergences": kept[:fit], "divergences_left_out": len(kept) - fit}
+    return made
+
+
 def simulate(target: Target, drafter: Drafter, ids: list[int], text: Plain, limit: Limit) -> list[int]:
     """accepted of each block that the loop would meet on a plain text, from taps captured in one forward."""
     return acceptance.chain_walk(accepted_at(target, drafter, ids, text, limit), len(ids), len(ids) + len(text.decoded.tokens))
@@ -114,7 +130,8 @@ def _acceptance(drafter: Drafter, prompts: Prompts, specs: list[Decoded], simula
             "tau_interval": list(acceptance.bootstrap_interval(accepted, acceptance.tau_pooled, np.random.default_rng(seed))),
             "tau_simulated": acceptance.tau_pooled(simulated), "accepted_histogram": np.bincount(blocks, minlength=size).tolist(),
             "acceptance_by_slot": cumulative[:judged],
-            "acceptance_given_previous": [None if np.isnan(rate) else rate for rate in given[:judged]]}
+            "acceptance_given_previous": [None if np.isnan(rate) else rate for rate in given[:judged]],
+            "texts": [{"prompt": prompt, "accepted": text} for (prompt, _), text in zip(prompts, accepted)]}
 
 
 def _speed(plains: list[Decoded], specs: list[Decoded]) -> dict:

@@ -19,6 +19,7 @@ from common.version import versions
 from trainer import config, report_document, report_runs
 from trainer.report_words import tokens_text
 
+PLAIN = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False, "collapse_padding": True}
 SEED = 0                     # of the bootstrap: the same runs give the same report
 LISTED = 10                  # divergences and alarms that the terminal shows
 STEPS = ("tokens: trained on, re-reads included; tau: tokens per verify, pooled over blocks; prompt: mean of per-prompt means; sim.: simulated on the "
@@ -93,7 +94,7 @@ def terminal(document: dict, console: Console) -> None:
 
 def steps_table(run: dict) -> Table:
     """Every measured step of one run; '-' where only one of the two boxes has measured it."""
-    out = Table(title=f"{run['arm']}, seed {run['seed']}: acceptance on held-out prompts, real decoding", box=box.SIMPLE, padding=(0, 1), caption=STEPS)
+    out = Table(title=f"{run['arm']}, seed {run['seed']}: acceptance on held-out prompts, real decoding", **PLAIN, caption=STEPS)
     for name in ("step", "tokens", "tau (95 %)", "prompt", "sim.", "aside", "plain", "spec.", "eta", "same"):
         out.add_column(name, justify="right", no_wrap=True)
     real, aside = ({row["step"]: row for row in run[source]} for source in ("real", "simulated"))
@@ -109,7 +110,7 @@ def steps_table(run: dict) -> Table:
 def arms_table(document: dict) -> Table | None:
     if not (compared := document["compared"]):
         return None
-    out = Table(title=f"Arms after {tokens_text(compared['tokens'])} training tokens, {document['source']} acceptance", box=box.SIMPLE, padding=(0, 1), caption=ARMS)
+    out = Table(title=f"Arms after {tokens_text(compared['tokens'])} training tokens, {document['source']} acceptance", **PLAIN, caption=ARMS)
     for name in ("arm", "seeds", "tau (95 %)", "prompt", "sim.", "eta", "theory"):
         out.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for arm in sorted(compared["arms"], key=lambda arm: -arm["tau"]):
@@ -123,10 +124,10 @@ def pairs_table(document: dict) -> Table | None:
     if not (compared := document["compared"]) or not compared["pairs"]:
         return None
     how = "paired by prompt and seed" if compared["paired"] else f"not paired: {compared['not_paired']}"
-    out = Table(title="Differences of tau, the higher arm first", box=box.SIMPLE, padding=(0, 1),
+    out = Table(title="Differences of tau, the higher arm first", **PLAIN,
                 caption=f"95 % over prompts and seeds (one seed: over prompts); {how}; p corrected by Holm over {len(compared['pairs'])}")
     for name in ("higher", "lower", "by", "95 %", "p", "verdict"):
-        out.add_column(name, justify="right" if name in ("by", "95 %", "p") else "left", no_wrap=name in ("by", "95 %", "p"))
+        out.add_column(name, justify="right" if name in ("by", "95 %", "p") else "left", no_wrap=name in ("by", "95 %", "p"), overflow="fold")
     for pair in compared["pairs"]:
         interval = pair["difference"]["interval"] or pair["difference"]["over_prompts"]
         out.add_row(pair["a"], pair["b"], f"{pair['difference']['estimate']:.2f}", "{:.2f} {:.2f}".format(*interval) if interval else "-",
@@ -135,10 +136,13 @@ def pairs_table(document: dict) -> Table | None:
 
 
 def slots_table(document: dict) -> Table:
+    """Share of blocks whose slots 1..j were all accepted, a line an arm."""
     out = Table.grid(padding=(0, 2, 0, 0))
-    for i, (arm, rates) in enumerate(document["slots"].items()):
-        out.add_row("accepted by slot:" if i == 0 else "", *([arm] if len(document["arms"]) > 1 else []),
-                    "  ".join(f"{j}: {rate:>3.0%}" for j, rate in enumerate(rates, 1)))
+    many = len(document["arms"]) > 1
+    if many:
+        out.add_row("accepted by slot")
+    for arm, rates in document["slots"].items():
+        out.add_row(f"  {arm}" if many else "accepted by slot:", "  ".join(f"{j}:{rate:.0%}" for j, rate in enumerate(rates, 1)))
     return out
 
 

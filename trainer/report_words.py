@@ -91,7 +91,7 @@ def limits_of(compared: dict) -> list[str]:
     if compared["prompts_without_blocks"]:
         out.append(f"{count(compared['prompts_without_blocks'], 'prompt')} gave no block to some run and stayed out.")
     if mixed := [pair for pair in compared["pairs"] if pair["block_sizes_differ"]]:
-        sizes = sorted({size for pair in mixed for size in pair["block_sizes"]}, key=str)
+        sizes = sorted({size for pair in mixed for size in pair["block_sizes"]}, key=lambda size: size or 0)
         out.append(f"Block sizes differ ({', '.join(map(str, sizes))}): a larger block can accept more and costs more a verify, so tau alone does not "
                    "rank those arms; look at eta.")
     return out

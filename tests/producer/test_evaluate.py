@@ -14,6 +14,8 @@ from common.drafter.acceptance import rooms
 from common.errors import UserError
 from producer import evaluate
 from producer.speculate import Decoded, Limit, margin, plain, speculate
+from protocol.events import LocalError, Report
+from protocol.frames import MAX_DOCUMENT, decode, encode
 
 LIMIT = Limit(40)
 
@@ -49,6 +51,7 @@ def test_the_report(target, asked, drafter, texts):
     assert report["tau"] == pytest.approx((120 - 3) / len(blocks)) == pytest.approx(report["tau_simulated"])
     assert report["tau_prompt"] == pytest.approx(sum(39 / len(spec.accepted) for spec in specs) / 3)
     assert report["tau_interval"][0] <= report["tau"] <= report["tau_interval"][1]
+    assert report["texts"] == [{"prompt": f"id{i}", "accepted": spec.accepted} for i, spec in enumerate(specs)]
     assert report["accepted_histogram"] == [blocks.count(n) for n in range(BLOCK)]
     assert len(report["acceptance_by_slot"]) == len(report["acceptance_given_previous"]) == BLOCK - 1
     judged = [n for spec, (_, ids) in zip(specs, asked)
@@ -124,3 +127,34 @@ def test_the_kept_taps_are_the_texts(target, asked, texts):
     kept = texts(prompt, ids)
     want = target.forward(torch.tensor([ids + kept.decoded.tokens]), taps=TAPS).taps
     assert torch.equal(kept.taps.unflatten(1, (3, -1)), want[:, 0].transpose(0, 1))
+
+
+def long_result(prompts: int, tokens: int, divergences: int = 0) -> dict:
+    """The largest that so many texts give: every block accepts nothing, every list is as long as its text."""
+    return {"tau": 1.0, "checkpoint": "ab" * 32, "divergences": [{"prompt": f"{i:064x}", "position": i, "margin": 0.001} for i in range(divergences)],
+            "texts": [{"prompt": f"{i:064x}", "accepted": [0] * (tokens - 1)} for i in range(prompts)]}
+
+
+def test_a_report_of_64_prompts_of_128_tokens_travels_whole():
+    result = long_result(64, 128)
+    assert evaluate.fitted(result, MAX_DOCUMENT) is result
+    assert decode(encode(Report("a" * 32, result, None))).result == result
+
+
+def test_what_is_too_large_travels_without_its_lists_and_says_so():
+    result = long_result(2000, 512)
+    with pytest.raises(LocalError, match="result of"):
+        encode(Report("a" * 32, result, None))
+    sent = decode(encode(Report("a" * 32, evaluate.fitted(result, MAX_DOCUMENT), None))).result
+    assert sent == {"tau": 1.0, "checkpoint": "ab" * 32, "divergences": [], "texts": None, "texts_left_out": 2000}
+
+
+@pytest.mark.parametrize("over", [0, 1, 57, 58, 200, 5000])
+def test_divergences_go_last_first_until_it_fits(over):
+    result = long_result(3, 9, 200)
+    most = len(json.dumps(result | {"texts": None, "texts_left_out": 3})) - over
+    sent = evaluate.fitted(result, most)
+    assert len(json.dumps(sent)) <= most and sent["texts"] is None and sent["texts_left_out"] == 3
+    kept = sent["divergences"]
+    assert kept == result["divergences"][:len(kept)] and len(kept) + sent.get("divergences_left_out", 0) == 200
+    assert (over == 0) == (len(kept) == 200) and len(kept) > 100

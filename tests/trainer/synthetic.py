@@ -18,13 +18,10 @@ PROMPT_IDS = [f"{i:02x}" * 32 for i in range(200)]
 
 def accepted_of(rng: np.random.Generator, rate: float, block_size: int, tokens: int = TEXT) -> list[int]:
     """Blocks of one text: each slot is accepted with this chance, given the one before it; the last block is cut to the text."""
-    blocks, missing = [], tokens - 1
-    while missing:
-        hits = rng.random(block_size - 1) < rate
-        accepted = int(hits.cumprod().sum())
-        blocks.append(min(accepted, missing - 1))
-        missing -= blocks[-1] + 1
-    return blocks
+    accepted = (rng.random((tokens - 1, block_size - 1)) < rate).cumprod(1).sum(1)
+    ends = np.cumsum(accepted + 1)
+    last = int(np.argmax(ends >= tokens - 1))
+    return [*accepted[:last].tolist(), int(accepted[last] - (ends[last] - (tokens - 1)))]
 
 
 def texts(rng: np.random.Generator, logits: np.ndarray, block_size: int) -> list[list[int]]:
