@@ -22,8 +22,9 @@ from trainer.report_words import tokens_text
 PLAIN = {"box": box.SIMPLE_HEAD, "padding": (0, 1), "pad_edge": False, "collapse_padding": True}
 SEED = 0                     # of the bootstrap: the same runs give the same report
 LISTED = 10                  # divergences and alarms that the terminal shows
-STEPS = ("tokens: trained on, re-reads included; tau: tokens per verify, pooled over blocks; prompt: mean of per-prompt means; sim.: simulated on the "
-         "same texts; aside: simulated on texts held aside here; plain, spec.: tokens/s; eta: speedup measured; same: texts identical to plain decoding")
+STEPS = ("tokens: trained on, re-reads included; tau: tokens per verify, pooled over blocks; prompt: mean of per-prompt means; "
+         "sim.: simulated on the same texts; aside: simulated on texts held aside here; plain, spec.: tokens/s; eta: speedup measured; "
+         "same: texts identical to plain decoding")
 ARMS = "tau: tokens per verify, mean over seeds; sim.: simulated on the same texts; eta: speedup measured; theory: tau L / (T_t + T_d)"
 
 
@@ -46,7 +47,8 @@ def outputs(settings: config.Report) -> dict[str, Path]:
     out = settings.out or (Path("report.png") if not settings.html and not settings.json else None)
     files = {}
     if out:
-        files = {"picture": out} if out.suffix == ".png" else {"picture": out / "report.png", "page": out / "report.html", "JSON": out / "report.json"}
+        folder = {"picture": out / "report.png", "page": out / "report.html", "JSON": out / "report.json"}
+        files = {"picture": out} if out.suffix == ".png" else folder
     if settings.html:
         files["page"] = settings.html
     for file in files.values():
@@ -110,7 +112,8 @@ def steps_table(run: dict) -> Table:
 def arms_table(document: dict) -> Table | None:
     if not (compared := document["compared"]):
         return None
-    out = Table(title=f"Arms after {tokens_text(compared['tokens'])} training tokens, {document['source']} acceptance", **PLAIN, caption=ARMS)
+    title = f"Arms after {tokens_text(compared['tokens'])} training tokens, {document['source']} acceptance"
+    out = Table(title=title, **PLAIN, caption=ARMS)
     for name in ("arm", "seeds", "tau (95 %)", "prompt", "sim.", "eta", "theory"):
         out.add_column(name, justify="left" if name == "arm" else "right", no_wrap=True)
     for arm in sorted(compared["arms"], key=lambda arm: -arm["tau"]):

@@ -53,18 +53,21 @@ def comparison(runs: Sequence[RunRecord], source: str, rng: np.random.Generator)
         return None, "there is no number of training tokens at which all these runs were measured"
     rows = {run.name: row_at(run.rows[source], tokens) for run in runs}
     if len(hashes := {row.get("prompts_hash") for row in rows.values()}) > 1:
-        return None, f"prompts_hash differs ({', '.join(str(h)[:12] for h in sorted(map(str, hashes)))}): these runs were measured on other prompts"
+        said = ", ".join(sorted(str(one)[:12] for one in hashes))
+        return None, f"prompts_hash differs ({said}): these runs were measured on other prompts"
     arms, unpaired, without = arms_of(runs, rows)
     found = evidence.compare(arms, rng)
     sizes = {run.arm: run.block_size for run in runs}
-    return {"tokens": tokens, "paired": found.paired, "not_paired": unpaired, "prompts": found.prompts or next(iter(rows.values())).get("prompts"),
-            "prompts_without_blocks": without, "prompts_hash": next(iter(hashes)), "level": evidence.LEVEL, "resamples": evidence.RESAMPLES,
+    prompts = found.prompts or next(iter(rows.values())).get("prompts")
+    return {"tokens": tokens, "paired": found.paired, "not_paired": unpaired, "prompts": prompts, "prompts_without_blocks": without,
+            "prompts_hash": next(iter(hashes)), "level": evidence.LEVEL, "resamples": evidence.RESAMPLES,
             "arms": [arm_figures(arm, found.arms[arm.name], [rows[run.name] for run in runs if run.arm == arm.name]) for arm in arms],
-            "pairs": [asdict(pair) | {"separated": pair.separated, "outcome": pair.outcome, "verdict": pair.verdict} | sizes_of(pair, sizes) for pair in found.pairs]}, None
+            "pairs": [pair_figures(pair, [sizes[pair.a], sizes[pair.b]]) for pair in found.pairs]}, None
 
 
-def sizes_of(pair: evidence.Pair, sizes: dict) -> dict:
-    return {"block_sizes": [sizes[pair.a], sizes[pair.b]], "block_sizes_differ": sizes[pair.a] != sizes[pair.b]}
+def pair_figures(pair: evidence.Pair, block_sizes: list) -> dict:
+    return asdict(pair) | {"separated": pair.separated, "outcome": pair.outcome, "verdict": pair.verdict, "block_sizes": block_sizes,
+                           "block_sizes_differ": block_sizes[0] != block_sizes[1]}
 
 
 def arms_of(runs: Sequence[RunRecord], rows: dict[str, dict]) -> tuple[list[Arm], str | None, int]:

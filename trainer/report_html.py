@@ -12,14 +12,14 @@ from trainer.report_words import tokens_text
 
 LISTED = 40                  # divergences and alarms in a table; how many more there are is said
 CAPTIONS = {
-    "curves": "Thin: one seed each. Strong: their mean, with its 95 % interval over prompts and seeds shaded (one seed: over prompts). Bands of two "
-              "arms may overlap though their difference is separated: it is taken prompt by prompt, where what both share cancels. Dotted: where arms "
-              "are compared.",
-    "pairs": "Each difference with its 95 % interval: thin over prompts and seeds, thick over prompts alone (these very drafters). Strong: separated "
-             "after correction for all pairs.",
+    "curves": "Thin: one seed each. Strong: their mean, with its 95 % interval over prompts and seeds shaded (one seed: over prompts). Bands "
+              "of two arms may overlap though their difference is separated: it is taken prompt by prompt, where what both share cancels. "
+              "Dotted: where arms are compared.",
+    "pairs": "Each difference with its 95 % interval: thin over prompts and seeds, thick over prompts alone (these very drafters). Strong: "
+             "separated after correction for all pairs.",
     "slots": "Share of blocks in which this slot and all before it were accepted, mean over seeds, where arms are compared.",
-    "simulation": "One mark a measurement. Filled: simulated on the same texts, where real must equal simulated up to rounding. Hollow: simulated on "
-                  "texts held aside on the trainer's box, other texts, so only roughly alike. Ringed: an alarm.",
+    "simulation": "One mark a measurement. Filled: simulated on the same texts, where real must equal simulated up to rounding. Hollow: "
+                  "simulated on texts held aside on the trainer's box, other texts, so only roughly alike. Ringed: an alarm.",
 }
 CSS = """
 :root{color-scheme:light dark;LIGHT}
@@ -37,7 +37,8 @@ h2{font-size:1.2rem;margin:2.4rem 0 .5rem}
 .words ul{margin:0;padding-left:1.1rem}
 .words li{margin:.35rem 0}
 .alarm{color:var(--alarm);font-weight:600}
-.legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;list-style:none;margin:1.6rem 0 0;padding:.5rem 0;border-bottom:1px solid var(--rule);font-size:.9rem}
+.legend{display:flex;flex-wrap:wrap;gap:.2rem 1.1rem;list-style:none;margin:1.6rem 0 0;padding:.5rem 0;font-size:.9rem}
+.legend{border-bottom:1px solid var(--rule)}
 .stays{position:sticky;top:0;background:var(--paper);z-index:1}
 .charts{display:grid;gap:0 2.2rem}
 figure{margin:0;min-width:0}
@@ -60,7 +61,8 @@ tr.strong td,tr.strong th{font-weight:600}
 code{font-size:.85em;overflow-wrap:anywhere}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:.15rem 1rem;font-size:.9rem}
 dt{color:var(--faint)}dd{margin:0;overflow-wrap:anywhere;min-width:0}
-@media (min-width:800px){.words,.charts{grid-template-columns:1fr 1fr}.span{grid-column:1/-1}.wide{display:block}.wide+.narrow{display:none}main{padding-top:2.5rem}}
+@media (min-width:800px){.words,.charts{grid-template-columns:1fr 1fr}.span{grid-column:1/-1}}
+@media (min-width:800px){.wide{display:block}.wide+.narrow{display:none}main{padding-top:2.5rem}}
 @media (min-width:1000px){.charts{grid-template-columns:1fr 1fr 1fr}}
 @media print{.legend{position:static}}
 """
@@ -69,10 +71,9 @@ dt{color:var(--faint)}dd{margin:0;overflow-wrap:anywhere;min-width:0}
 def page(document: dict, made: str) -> str:
     """The whole page.  made: when and with what, in words, for its foot."""
     title = escape(document["title"])
-    body = "\n".join(part for part in (
-        f"<header><h1>{title}</h1><p class=sub>{escape(subtitle(document))}</p></header>", words(document), legend(document), charts(document),
-        arms_table(document), pairs_table(document), speed_table(document), alarms_table(document), divergences_table(document),
-        identity(document, made)) if part)
+    parts = [f"<header><h1>{title}</h1><p class=sub>{escape(subtitle(document))}</p></header>"]
+    parts += [part(document) for part in (words, legend, charts, arms_table, pairs_table, speed_table, alarms_table, divergences_table)]
+    body = "\n".join(part for part in [*parts, identity(document, made)] if part)
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width,initial-scale=1">'
             f"<title>{title}</title><style>{_css()}</style></head>\n<body><main>\n{body}\n</main></body></html>\n")
 
@@ -119,8 +120,9 @@ def arms_table(document: dict) -> str:
     rows = []
     for arm in sorted(compared["arms"], key=lambda arm: -arm["tau"]):
         said = document["questions"].get(arm["arm"], {})
-        rows.append(([f"{_mark(document, arm['arm'])} {escape(arm['arm'])}", f"{arm['tau']:.2f}", _interval(arm["interval"]), _interval(arm["over_prompts"]),
-                      escape(" ".join(f"{tau:.2f}" for tau in arm["taus"])), _number(arm["tau_prompt"]), escape(said.get("question", ""))], ""))
+        rows.append(([f"{_mark(document, arm['arm'])} {escape(arm['arm'])}", f"{arm['tau']:.2f}", _interval(arm["interval"]),
+                      _interval(arm["over_prompts"]), " ".join(f"{tau:.2f}" for tau in arm["taus"]), _number(arm["tau_prompt"]),
+                      escape(said.get("question", ""))], ""))
     return _table("Arms", f"tau after {tokens_text(compared['tokens'])} training tokens; one seed: no interval over seeds.",
                   ["arm", "tau", "95 %, prompts and seeds", "95 %, prompts", "by seed", "mean of prompts", "asks"], rows, {0: "text", 6: "long"})
 
@@ -133,20 +135,23 @@ def pairs_table(document: dict) -> str:
     for pair in compared["pairs"]:
         figure = pair["difference"]
         note = f" (blocks of {pair['block_sizes'][0]} against {pair['block_sizes'][1]})" if pair["block_sizes_differ"] else ""
-        rows.append(([f"{escape(pair['a'])} − {escape(pair['b'])}", f"{figure['estimate']:+.2f}", _interval(figure["interval"]),
-                      _interval(figure["over_prompts"]), _number(pair["superiority"], "{:.1%}"), _p(pair["p"]), _p(pair["p_holm"]),
-                      escape(pair["outcome"] + note)], "strong" if pair["separated"] else ""))
+        cells = [f"{escape(pair['a'])} − {escape(pair['b'])}", f"{figure['estimate']:+.2f}", _interval(figure["interval"]),
+                 _interval(figure["over_prompts"]), _number(pair["superiority"], "{:.1%}"), _p(pair["p"]), _p(pair["p_holm"]),
+                 escape(pair["outcome"] + note)]
+        rows.append((cells, "strong" if pair["separated"] else ""))
     how = "Paired by prompt and seed." if compared["paired"] else f"Not paired: {compared['not_paired']}."
-    return (_table("Pairs", how, ["tau of", "difference", "95 %, prompts and seeds", "95 %, prompts", "sure", "p", "p (Holm)", "verdict"],
-                   rows, {0: "text", 7: "text"}) + f"<p class=note>{escape(document['method'])}</p>")
+    columns = ["tau of", "difference", "95 %, prompts and seeds", "95 %, prompts", "sure", "p", "p (Holm)", "verdict"]
+    return _table("Pairs", how, columns, rows, {0: "text", 7: "text"}) + f"<p class=note>{escape(document['method'])}</p>"
 
 
 def speed_table(document: dict) -> str:
-    rows = [([escape(row["run"]), f"{row['tau']:.2f}", f"{row['plain_tokens_per_s']:.0f}", f"{row['spec_tokens_per_s']:.0f}", f"{row['eta']:.2f}",
-              f"{row['eta_theory']:.2f}", f"{row['eta'] / row['eta_theory']:.0%}", f"{row['identical']}/{row['prompts']}"], "") for row in document["speed"]]
-    return _table("Speed", "Tokens a second on the producer's box while it measured; eta: how many times plain decoding's speed; eta_theory: tau L / (T_t + T_d); "
-                  "identical: texts equal to plain decoding's.",
-                  ["run", "tau", "plain", "speculative", "eta", "eta_theory", "of theory", "identical"], rows, {0: "text"}) if rows else ""
+    rows = [([escape(row["run"]), f"{row['tau']:.2f}", f"{row['plain_tokens_per_s']:.0f}", f"{row['spec_tokens_per_s']:.0f}",
+              f"{row['eta']:.2f}", f"{row['eta_theory']:.2f}", f"{row['eta'] / row['eta_theory']:.0%}",
+              f"{row['identical']}/{row['prompts']}"], "") for row in document["speed"]]
+    caption = ("Tokens a second on the producer's box while it measured; eta: how many times plain decoding's speed; eta_theory: "
+               "tau L / (T_t + T_d); identical: texts equal to plain decoding's.")
+    columns = ["run", "tau", "plain", "speculative", "eta", "eta_theory", "of theory", "identical"]
+    return _table("Speed", caption, columns, rows, {0: "text"}) if rows else ""
 
 
 def alarms_table(document: dict) -> str:
@@ -159,8 +164,10 @@ def divergences_table(document: dict) -> str:
     rows = [([escape(found["run"]), f"<code>{escape(found['prompt'][:12])}</code>", str(found["position"]), f"{found['margin']:.2g}"], "")
             for found in document["divergences"]]
     left_out = f" {document['divergences_left_out']} more did not fit the producer's message." if document["divergences_left_out"] else ""
-    return _table("Texts that differ from plain decoding", "First differing token, and the target's own margin between its first two choices there: small is "
-                  "rounding, large would be a fault." + left_out, ["run", "prompt", "token", "margin"], rows, {0: "text", 1: "text"}) if rows or left_out else ""
+    caption = ("First differing token, and the target's own margin between its first two choices there: small is rounding, large would be "
+               "a fault.") + left_out
+    columns = ["run", "prompt", "token", "margin"]
+    return _table("Texts that differ from plain decoding", caption, columns, rows, {0: "text", 1: "text"}) if rows or left_out else ""
 
 
 def identity(document: dict, made: str) -> str:
@@ -168,19 +175,22 @@ def identity(document: dict, made: str) -> str:
     facts = {"target": first.get("target", "not said"), "contract": first["contract"]}
     if compared := document["compared"]:
         facts["prompts"] = str(compared["prompts_hash"] or "texts held aside on the trainer's box")
-    facts |= {name: ", ".join(sorted({str(run["identity"].get(name, "not said")) for run in document["runs"]})) for name in ("hsdraft", "commit", "torch", "python")}
+    for name in ("hsdraft", "commit", "torch", "python"):
+        facts[name] = ", ".join(sorted({str(run["identity"].get(name, "not said")) for run in document["runs"]}))
     facts["made"] = made
     said = "".join(f"<dt>{escape(name)}</dt><dd>{escape(value)}</dd>" for name, value in facts.items())
     rows = []
     for run in document["runs"]:
         last = (run[document["source"]] or [{}])[-1]
-        rows.append(([escape(run["run"]), escape(run["arm"]), str(run["seed"]), str(run["block_size"] or ""), str(last.get("step", "not measured")),
-                      tokens_text(last["tokens"]) if last else "", f"<code>{escape(last.get('checkpoint', '')[:12])}</code>"], ""))
-    return (f"<h2>Identity</h2><dl>{said}</dl>"
-            + _table("Runs", "Last measurement of each.", ["run", "arm", "seed", "block", "step", "tokens", "checkpoint"], rows, {0: "text", 1: "text"}, level=3))
+        rows.append(([escape(run["run"]), escape(run["arm"]), str(run["seed"]), str(run["block_size"] or ""),
+                      str(last.get("step", "not measured")), tokens_text(last["tokens"]) if last else "",
+                      f"<code>{escape(last.get('checkpoint', '')[:12])}</code>"], ""))
+    columns = ["run", "arm", "seed", "block", "step", "tokens", "checkpoint"]
+    return f"<h2>Identity</h2><dl>{said}</dl>" + _table("Runs", "Last measurement of each.", columns, rows, {0: "text", 1: "text"}, level=3)
 
 
-def _table(title: str, caption: str, columns: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], kinds: dict[int, str], level: int = 2) -> str:
+def _table(title: str, caption: str, columns: Sequence[str], rows: Sequence[tuple[Sequence[str], str]], kinds: dict[int, str],
+           level: int = 2) -> str:
     """cells are HTML already; the first of each row heads it.  kinds: {column: CSS class}."""
     def cell(i: int, html: str) -> str:
         kind = f' class="{kinds[i]}"' if i in kinds else ""

@@ -2,11 +2,12 @@
 from __future__ import annotations
 
 SHOWN_PAIRS = 6              # verdicts in the summary; the table has all
-METHOD = ("Intervals are 95 %. Prompts are drawn with replacement, the same draw for every arm and seed ({resamples:,} draws); the spread over "
-          "seeds is added as a t draw with one degree of freedom less than there are seeds, as two or three values cannot be drawn from. Differences "
-          "are taken prompt by prompt and, where both arms have the same seeds, seed by seed. P is two-sided; P (Holm) is corrected for all pairs, and "
-          "a verdict needs it below 0.05. Sure: the share of draws in which the first arm is above the second. Over many simulated experiments "
-          "without a difference this finds one in 3 to 8 % of them with three seeds, and in up to 12 % with two.")
+METHOD = ("Intervals are 95 %. Prompts are drawn with replacement, the same draw for every arm and seed ({resamples:,} draws); the spread "
+          "over seeds is added as a t draw with one degree of freedom less than there are seeds, as two or three values cannot be drawn "
+          "from. Differences are taken prompt by prompt and, where both arms have the same seeds, seed by seed. P is two-sided; p (Holm) is "
+          "corrected for all pairs, and a verdict needs it below 0.05; the intervals are not corrected. Sure: the share of draws in which the "
+          "first arm is above the second. In simulated experiments without a difference this found one in 3 to 8 % of them with three seeds, "
+          "and in up to 12 % with two.")
 
 
 def sentences(document: dict) -> dict:
@@ -39,8 +40,8 @@ def shows(document: dict) -> list[str]:
                    f"{best['eta_theory']:.2f} (eta_theory).")
     if document["speed"]:
         same, of = (sum(row[name] for row in document["speed"]) for name in ("identical", "prompts"))
-        out.append(f"{same} of {of} texts are identical to plain decoding" + ("." if same == of else "; each that is not is listed with the target's "
-                                                                              "margin between its first two tokens there."))
+        each = "; each that is not is listed with the target's margin between its first two tokens there"
+        out.append(f"{same} of {of} texts are identical to plain decoding{'' if same == of else each}.")
     out.append(f"ALARM: simulated and real acceptance part in {count(len(document['alarms']), 'measurement')}; see below." if document["alarms"]
                else "Simulated and real acceptance agree as far as they must." if document["simulation"] else
                "Acceptance was simulated on texts held aside on the trainer's box; no real decoding has been measured.")
@@ -76,10 +77,11 @@ def limits_of(compared: dict) -> list[str]:
     out, seeds = [], [len(arm["seeds"]) for arm in compared["arms"]]
     if min(seeds) == 1:
         few = [arm["arm"] for arm in compared["arms"] if len(arm["seeds"]) == 1]
-        out.append(f"One seed of {', '.join(few)}: {'its interval says' if len(few) == 1 else 'their intervals say'} how these drafters would do on "
-                   "other prompts, and nothing of another seed. No verdict on an arm follows; that takes two seeds, better three or more.")
+        out.append(f"One seed of {', '.join(few)}: {'its interval says' if len(few) == 1 else 'their intervals say'} how these drafters would "
+                   "do on other prompts, and nothing of another seed. No verdict on an arm follows; that takes two seeds, better three or more.")
     elif min(seeds) == 2:
-        out.append("Two seeds: their spread is hardly known, so intervals are wide and only large differences can be separated. Three or more tell more.")
+        out.append("Two seeds: their spread is hardly known, so intervals are wide and only large differences can be separated. Three or "
+                   "more tell more.")
     else:
         out.append(f"{min(seeds)} seeds an arm: small differences can stay hidden; not separated does not mean equal.")
     if compared["prompts"]:
@@ -92,8 +94,8 @@ def limits_of(compared: dict) -> list[str]:
         out.append(f"{count(compared['prompts_without_blocks'], 'prompt')} gave no block to some run and stayed out.")
     if mixed := [pair for pair in compared["pairs"] if pair["block_sizes_differ"]]:
         sizes = sorted({size for pair in mixed for size in pair["block_sizes"]}, key=lambda size: size or 0)
-        out.append(f"Block sizes differ ({', '.join(map(str, sizes))}): a larger block can accept more and costs more a verify, so tau alone does not "
-                   "rank those arms; look at eta.")
+        out.append(f"Block sizes differ ({', '.join(map(str, sizes))}): a larger block can accept more and costs more a verify, so tau alone "
+                   "does not rank those arms; look at eta.")
     return out
 
 
