@@ -179,3 +179,21 @@ def test_what_is_cut_is_counted_and_measuring_leaves_no_trace_in_the_run(tmp_pat
     bare.go()
     hashes = [checkpoint_hash(run.run.checkpoints()[-1]) for run in (made, bare)]
     assert hashes[0] == hashes[1]
+
+
+def test_the_producers_own_loop_accepts_what_is_simulated_here():
+    """Through the whole chain, on a small hybrid target: decoded with speculation, captured, walked from the bf16 that travels."""
+    from producer.speculate import Limit, speculate
+    from tests.producer import drafters, tiny
+    target = tiny.hybrid()
+    asked = drafters.prompts((12, 20, 9, 15), seed=5)
+    drafter = drafters.trained(target, asked[:2], 40, steps=25)
+    seen = []
+    for ids in asked:
+        stop = speculate(target, drafter, ids, Limit(40)).tokens[30]   # so that the text ends as texts do, before its limit
+        decoded = speculate(target, drafter, ids, Limit(60, frozenset({stop})))
+        text = ids + decoded.tokens
+        capture = target.capture(text, np.arange(len(text)) >= len(ids), drafter.config.taps, "id")
+        assert decoded.tokens[-1] == stop and walk(drafter, target.embedding, target.head, capture, 1000) == decoded.accepted
+        seen += decoded.accepted
+    assert len(set(seen)) >= 3
