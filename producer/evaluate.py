@@ -17,7 +17,7 @@ from torch import Tensor
 from common.drafter import acceptance
 from common.drafter.model import Drafter
 from common.errors import UserError
-from producer.speculate import Decoded, Limit, first_divergence, margin, plain, speculate
+from producer.speculate import Decoded, Limit, draft_head, first_divergence, margin, plain, speculate
 from producer.target import Target
 
 Prompts = list[tuple[str, list[int]]]           # (prompt id, token ids)
@@ -107,9 +107,9 @@ def simulate(target: Target, drafter: Drafter, ids: list[int], text: Plain, limi
 
 def accepted_at(target: Target, drafter: Drafter, ids: list[int], text: Plain, limit: Limit) -> list[int]:
     """Accepted at every anchor of a plain text, whether the loop would meet it or not (acceptance.simulate)."""
-    whole = torch.tensor(ids + text.decoded.tokens, device=target.device)
+    whole, head = torch.tensor(ids + text.decoded.tokens, device=target.device), draft_head(target, drafter.shortlist)
     return acceptance.simulate(drafter, lambda tokens: F.embedding(tokens, target.embedding),
-                               lambda y: target.logits(y.to(target.dtype)), whole, text.taps, len(ids),
+                               lambda y: head(y.to(target.dtype)), whole, text.taps, len(ids),
                                limit=len(ids) + limit.max_new_tokens)
 
 

@@ -172,13 +172,14 @@ def measure(target: Target, drafter: Drafter, step_seconds: float, verify_second
     numbers = sum(weight.numel() for weight in drafter.parameters())
     rates = copy_rate(target.device), flop_rate(target.device, target.dtype)
     top_k, awake = woken.get("top_k", 0), woken_by(woken, block_size)
+    drafted = 1.0 if drafter.shortlist is None else len(drafter.shortlist) / config.vocab_size          # of the head's rows
     forwards = {
         "step": floor(forward_bytes(shape, cache, top_k, context_tokens, writes_states=True),
                       forward_flops(shape, 1, top_k), *rates),
         "verify": floor(forward_bytes(shape, cache, awake, context_tokens, writes_states=False),
                         forward_flops(shape, block_size, top_k), *rates),
-        "draft": floor(draft_bytes(config, numbers, drafter.fc.weight.element_size(), shape.head, context_tokens),
-                       draft_flops(config, numbers, shape.head_numbers), *rates)}
+        "draft": floor(draft_bytes(config, numbers, drafter.fc.weight.element_size(), drafted * shape.head, context_tokens),
+                       draft_flops(config, numbers, drafted * shape.head_numbers), *rates)}
     for name, seconds in (("step", step_seconds), ("verify", verify_seconds), ("draft", draft_seconds)):
         forwards[name] |= {"measured": seconds, "reached": forwards[name]["floor"] / seconds, "inside": (inside or {}).get(name)}
     return {"copy_rate": rates[0], "flop_rate": rates[1], "dtype": str(target.dtype).removeprefix("torch."),

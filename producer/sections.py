@@ -66,6 +66,8 @@ def measure_experts(scene: Scene, _done: dict, _tell: Progress) -> dict:
 def measure_shortlist(scene: Scene, _done: dict, _tell: Progress) -> dict:
     if not scene.others:
         raise UserError("a list must be chosen on other text, and every prompt of the file is among those measured")
+    if (own := scene.drafter.shortlist) is not None:
+        raise UserError(f"this drafter was trained to draft {len(own)} tokens only; lists are compared with one trained on all")
     counts = shortlist.counted(scene.target, scene.drafter, scene.others, scene.limit)
     return shortlist.measure(scene.target, scene.drafter, scene.prompts,
                              PlainTexts(scene.target, scene.limit, scene.drafter.config.taps), counts)

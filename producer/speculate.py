@@ -97,6 +97,14 @@ class Length(Protocol):
         """What became of a block of `verified` slots, accepted of its verified - 1 drafts."""
 
 
+def draft_head(target: Target, shortlist: Tensor | None) -> Callable[[Tensor], Tensor]:
+    """(..., H) -> logits of the list's tokens [K] int64 ascending, by a copy of their rows of the target's head; None: of all."""
+    if shortlist is None:
+        return target.logits
+    vocab.check(shortlist, target.vocab_size)
+    return functools.partial(F.linear, weight=target.head[shortlist])
+
+
 class Network:
     """A trained drafter as the loop sees it: its context cache, the target's embedding and head, and how it picks tokens.
 
@@ -105,12 +113,10 @@ class Network:
     def __init__(self, drafter: Drafter, target: Target, capacity: int, sampler: Sampler | None = None,
                  shortlist: Tensor | None = None) -> None:
         """capacity: tokens to make room for at once.  sampler: None: greedy drafts, which go with any sampling of the target.
-        shortlist: ids [K] int64 ascending, the only tokens drafted, by a copy of their rows of the head; None: all."""
+        shortlist: ids [K] int64 ascending, the only tokens drafted; None: those that the drafter was trained to draft, all or a list."""
         weight = drafter.fc.weight
-        if shortlist is not None:
-            vocab.check(shortlist, target.vocab_size)
-        self._shortlist = shortlist
-        self._head = target.logits if shortlist is None else functools.partial(F.linear, weight=target.head[shortlist])
+        self._shortlist = drafter.shortlist if shortlist is None else shortlist
+        self._head = draft_head(target, self._shortlist)
         self._drafter, self._target, self._sampler = drafter, target, sampler or Sampler(GREEDY)
         self._cache = ContextCache(drafter.config, min(capacity, drafter.config.max_position_embeddings), weight.device, weight.dtype)
         block = torch.full((drafter.config.block_size,), drafter.config.mask_token_id, device=target.device)

@@ -25,7 +25,7 @@ MAX_FILE = 64 << 30          # bytes; an embedding of 248320 x 2048 in fp32 is 2
 MAX_SEQ = 1 << 48            # samples, and steps
 MAX_CREDIT = 1 << 62         # bytes, a total over one connection
 ASSET_NAMES = ("embedding", "lm_head", "tokenizer", "target_config")
-CHECKPOINT_NAMES = ("config.json", "model.safetensors", "record.json")
+CHECKPOINT_NAMES = ("config.json", "model.safetensors", "record.json", "shortlist.safetensors")
 
 Check = Callable[[Any], Any]                 # wire value -> message value; ValueError says what is wrong with it
 

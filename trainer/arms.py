@@ -57,6 +57,8 @@ ARMS = {arm.name: arm for arm in (
         question="How does speculators' default of August 2026 (D-PACE weights, every layer sliding) do on the same samples?"),
 )}
 TOLD = ("name", "question", "beside")                           # what an arm is called; the other fields are what it is
+SHORT = {"attention": "att", "corruption": "mask", "weights": "w", "all_sliding": "swa", "draft_vocab": "vocab",
+         "block_size": "block"}                                 # in the names of changed arms
 FIELDS = tuple(f.name for f in dataclasses.fields(Arm) if f.name not in TOLD)
 
 
@@ -122,7 +124,7 @@ def _check(arm: Arm, asked: dict) -> None:
 
 def _name(base: Arm, given: dict) -> str:
     """A legal name on the wire: letters, digits and . _ : - only."""
-    told = ".".join([base.name, *(f"{name}-{_text(given[name])}" for name in FIELDS if name in given)])
+    told = ".".join([base.name, *(f"{SHORT.get(name, name)}-{_text(given[name])}" for name in FIELDS if name in given)])
     if len(told) <= MOST_NAME:
         return told
     exact = sorted((name, value if isinstance(value, (str, bool)) else float(value)) for name, value in given.items())
@@ -131,7 +133,9 @@ def _name(base: Arm, given: dict) -> str:
 
 
 def _text(value: Any) -> str:
-    return {True: "yes", False: "no"}[value] if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return repr(value).removesuffix(".0").replace("+", "") if isinstance(value, float) else str(value)
 
 
 def _option(name: str) -> str:

@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.status import Board
 from common.version import versions
 from protocol.events import LinkDown, LinkUp, ReportArrived
-from trainer import arms, config, objectives, order
+from trainer import arms, config, objectives, order, shortlist
 from trainer.arms import Arm
 from trainer.batch import Samples
 from trainer.evals import Evals
@@ -59,7 +59,7 @@ def run(settings: config.Run, stop: service.Stop) -> None:
         contract, assets = ready
         embedding, head = load_weights(assets, device)
         samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at)
-        if not wait_for_samples(FIT_SAMPLES, samples, inbox, stop, say):
+        if not wait_for_samples(shortlist.SAMPLES if arm.draft_vocab else FIT_SAMPLES, samples, inbox, stop, say):
             return
         shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples)
         made = Run(folder, identity(settings, arm, contract, shape, plan, inbox.store.stream), shape, seed=settings.seed,
@@ -67,6 +67,9 @@ def run(settings: config.Run, stop: service.Stop) -> None:
         settle_end(made, inbox, settings)
         if not made.resumed:
             fit(made, samples)
+        if arm.draft_vocab:
+            shortlist.settle(made, arm.draft_vocab, samples)
+            head = shortlist.head_of(head, made.drafter.shortlist)
         log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun",
                  made.step, plan.steps)
         evals = Evals(made, inbox, dtype=contract.dtype, every=settings.eval_all)

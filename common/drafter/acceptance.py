@@ -68,8 +68,8 @@ def simulate(drafter: Drafter, embed: Callable[[Tensor], Tensor], head: Callable
              start: int, *, limit: int | None = None, chunk: int = 32) -> list[int]:
     """Draft at every anchor of one greedy text from its captured taps; the text's own tokens are the target's argmax.
 
-    ids (T,), taps (T, K*H); embed: ids -> (..., H); head: (..., H) -> logits.  start: first anchor (the first decoded
-    token's position).  limit: tokens at which the loop would have ended the text, T (default) unless a stop token ended
+    ids (T,), taps (T, K*H); embed: ids -> (..., H); head: (..., H) -> logits, of the drafter's shortlist where it has
+    one.  start: first anchor (the first decoded token's position).  limit: tokens at which the loop would have ended the text, T (default) unless a stop token ended
     it sooner; it decides how many slots the last blocks had.  chunk: anchors at a time (logits of chunk * B rows).
     Returns accepted_at (T,): agreeing tokens as far as the text goes; UNKNOWN before start and at the last position."""
     tokens, block_size = len(ids), drafter.config.block_size
@@ -96,7 +96,12 @@ def _drafts(drafter: Drafter, embed: Callable, head: Callable, ids: Tensor, anch
     seen = [(k[:, :, :int(anchors[-1])], v[:, :, :int(anchors[-1])]) for k, v in context]
     block = embed(geometry.block_inputs(ids, anchors, slots, drafter.config.mask_token_id))
     y = drafter.blocks(block.flatten(0, 1)[None], anchors[None], seen)
-    return head(y.unflatten(1, (len(anchors), slots))[0, :, 1:]).argmax(-1)
+    logits = head(y.unflatten(1, (len(anchors), slots))[0, :, 1:])
+    if drafter.shortlist is None:
+        return logits.argmax(-1)
+    if logits.shape[-1] != len(drafter.shortlist):
+        raise ValueError(f"a head of {logits.shape[-1]} tokens for a drafter of {len(drafter.shortlist)}")
+    return drafter.shortlist[logits.argmax(-1)]
 
 
 def tau_pooled(prompts: Sequence[Sequence[int]]) -> float:

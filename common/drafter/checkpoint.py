@@ -1,4 +1,5 @@
-"""A drafter on disk: config.json, model.safetensors and record.json in one folder that is whole or refused.
+"""A drafter on disk: config.json, model.safetensors, record.json and, where it may draft some tokens only, shortlist.safetensors
+in one folder that is whole or refused.
 
 The folder is z-lab's released format (dflash-facts 5a), so it loads elsewhere unchanged; record.json says which run, step,
 data and code made it.  Loading is strict both ways and believes no length before checking it (pitfalls C2, C3)."""
@@ -13,13 +14,15 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+from torch import Tensor
 
+from common.drafter import vocab
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError
 from common.files import publish_folder
 
-CONFIG, WEIGHTS, RECORD = "config.json", "model.safetensors", "record.json"
+CONFIG, WEIGHTS, RECORD, SHORTLIST = "config.json", "model.safetensors", "record.json", "shortlist.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 NAMES = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES.values()}     # as config.json says it
 MOST_HEADER = 1 << 20          # bytes; 69 tensors need about 8 KiB
@@ -29,8 +32,9 @@ MOST_JSON = 1 << 20            # bytes of config.json and record.json each
 def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torch.bfloat16) -> None:
     """Write the folder under a temporary name beside it, make it durable, rename.  A folder of that name is replaced.
 
-    record: arm, seed, step, tokens, contract hash, versions: anything JSON can hold.  ValueError on a dtype that load
-    would refuse; a failure leaves no temporary folder and the older checkpoint as it was."""
+    record: arm, seed, step, tokens, contract hash, versions: anything JSON can hold; where the drafter has a
+    shortlist, "shortlist", its length, is added to it.  ValueError on a dtype that load would refuse; a failure leaves no
+    temporary folder and the older checkpoint as it was."""
     if dtype not in NAMES:
         raise ValueError(f"checkpoints are {', '.join(NAMES.values())}, not {dtype}")
     temporary = folder.with_name(f".{folder.name}.tmp")
@@ -40,6 +44,9 @@ def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torc
         tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in drafter.state_dict().items()}
         safetensors.torch.save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         _write_json(temporary / CONFIG, drafter.config.to_json() | {"dtype": NAMES[dtype]})
+        if drafter.shortlist is not None:
+            safetensors.torch.save_file({"d2t": vocab.to_d2t(drafter.shortlist.cpu())}, temporary / SHORTLIST)
+            record = record | {"shortlist": len(drafter.shortlist)}
         _write_json(temporary / RECORD, record)
         publish_folder(temporary, folder)
     except BaseException:
@@ -50,8 +57,8 @@ def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torc
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Drafter, DrafterConfig, dict]:
     """The folder's drafter on device in dtype, its config and its record ({} where the folder is somebody else's release).
 
-    CorruptError names what is wrong: a config key, a tensor missing, extra, misshapen, of another dtype, not finite, or
-    a file shorter or longer than it says."""
+    The drafter's shortlist is set where the record says that there is one.  CorruptError names what is wrong: a config key, a
+    tensor missing, extra, misshapen, of another dtype, not finite, or a file shorter or longer than it says."""
     config_json = _read_json(folder / CONFIG)
     config = DrafterConfig.from_json(config_json)
     record = _read_json(folder / RECORD) if (folder / RECORD).exists() else {}
@@ -68,7 +75,29 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[
         if not bool(value.isfinite().all()):
             raise CorruptError(f"checkpoint: {name} is not finite")
     drafter.load_state_dict({name: value.to(device, dtype) for name, value in tensors.items()}, strict=True, assign=True)
+    shortlist = read_shortlist(folder / SHORTLIST, record.get("shortlist"), config.vocab_size)
+    drafter.shortlist = None if shortlist is None else shortlist.to(device)
     return drafter, config, record
+
+
+def read_shortlist(path: Path, size: object, vocab_size: int) -> Tensor | None:
+    """The list of `size` tokens, [K] int64 ascending, that a record speaks of; None where it speaks of none.
+
+    The file holds d2t, offsets as in vocab.to_d2t.  CorruptError where record and file do not agree, or it is no such list."""
+    if path.exists() != (size is not None):
+        raise CorruptError(f"checkpoint: {path.name} is {'there' if size is None else 'missing'}, {RECORD} speaks of "
+                           f"{'no list' if size is None else f'a list of {size} tokens'}")
+    if size is None:
+        return None
+    header = read_header(path)
+    if set(header) != {"d2t"} or header["d2t"]["dtype"] != "I64" or header["d2t"]["shape"] != [size]:
+        raise CorruptError(f"checkpoint: {path.name} holds {header}, expected d2t, I64, [{size}]")
+    try:
+        ids = vocab.from_d2t(safetensors.torch.load_file(path)["d2t"])
+        vocab.check(ids, vocab_size)
+    except (safetensors.SafetensorError, OSError, ValueError) as error:
+        raise CorruptError(f"checkpoint: {path.name}: {error}") from None
+    return ids
 
 
 def read_header(path: Path) -> dict[str, dict]:
@@ -115,9 +144,11 @@ def check_header(header: dict[str, dict], shapes: dict[str, tuple[int, ...]]) ->
 
 
 def checkpoint_hash(folder: Path) -> str:
-    """sha256 hex over what decides a draft: config.json and model.safetensors.  record.json tells of it, and may differ."""
+    """sha256 hex over what decides a draft: config.json, model.safetensors and, where there is one, the list of tokens.
+
+    record.json tells of it, and may differ."""
     digest = hashlib.sha256()
-    for name in (CONFIG, WEIGHTS):
+    for name in (CONFIG, WEIGHTS, *([SHORTLIST] if (folder / SHORTLIST).exists() else [])):
         with (folder / name).open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()

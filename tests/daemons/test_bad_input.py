@@ -164,7 +164,7 @@ def test_a_run_directory_of_another_run(call, complain, boxes, monkeypatch, tmp_
     there = (folder / "run.json").read_bytes()
     said = complain("hstrain", *run, boxes["one"], "--arm", "ce_bidi")
     assert f"{folder} holds another run" in said and "--run-dir" in said
-    assert "arm.name: ce_causal -> ce_bidi; " in said and "arm.attention: causal -> bidi; " in said and "arm.loss" not in said
+    assert "arm.name: ce_causal.block-4 -> ce_bidi.block-4; " in said and "arm.attention: causal -> bidi; " in said and "arm.loss" not in said
     assert "(seed: 0 -> 7)" in complain("hstrain", *run, boxes["one"], "--seed", 7)
     assert "contract: " in complain("hstrain", *run, boxes["other"])
     (folder / "run.json").write_text(json.dumps(json.loads(there) | {"commit": "0" * 12}))

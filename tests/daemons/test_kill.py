@@ -23,7 +23,7 @@ def test_a_kill_of_each_end_loses_nothing_repeats_nothing_and_changes_no_bit(tmp
     address = f"tcp://127.0.0.1:{free_port()}"
     serve = ["serve", *SERVE, "--prompts", path, "--bind", address, "--state-dir", tmp_path / "p"]
     run = ["run", *RUN, "--producer", address, "--steps", STEPS, "--eval-every", EVERY]
-    box, folder = tmp_path / "t", tmp_path / "t" / "runs" / "ce_causal-s0"
+    box, folder = tmp_path / "t", tmp_path / "t" / "runs" / "ce_causal.block-4-s0"
 
     producer, trainer = start("hsprod", *serve, log="p"), start("hstrain", *run, "--state-dir", box, "--name", "box", log="t")
     trainer.until(lambda: len(stored(box)) >= 8, "8 samples are here")

@@ -44,7 +44,7 @@ def test_two_arms_one_box_and_a_producer_that_comes_and_goes(tmp_path, start):
     address, box = f"tcp://127.0.0.1:{free_port()}", tmp_path / "t"
     serve = ["serve", *SERVE, "--prompts", path, "--bind", address, "--state-dir", tmp_path / "p"]
     run = ["run", *RUN, "--producer", address, "--state-dir", box, "--name", "box", "--steps", STEPS, "--eval-every", 40, "--arm"]
-    folders = {arm: box / "runs" / f"{arm}-s0" for arm in ("ce_causal", "ce_bidi")}
+    folders = {arm: box / "runs" / f"{arm}.block-4-s0" for arm in ("ce_causal", "ce_bidi")}
 
     first = start("hstrain", *run, "ce_causal", log="ce_causal")
     talk_nonsense(address, first)

@@ -51,6 +51,15 @@ def test_back_to_the_whole_vocabulary():
     assert vocab.whole(picked, None, ids, 7)[1] is None
 
 
+def test_places_and_the_maps_of_others():
+    """speculators' d2t is an offset: token = i + d2t[i]; its t2d says which tokens have a draft id."""
+    ids = torch.tensor([1, 4, 5])
+    assert vocab.places(torch.tensor([[5, 0], [1, 6], [4, 2]]), ids).tolist() == [[2, -1], [0, -1], [1, -1]]
+    assert vocab.to_d2t(ids).tolist() == [1, 3, 3] and torch.equal(vocab.from_d2t(vocab.to_d2t(ids)), ids)
+    assert vocab.to_t2d(ids, 7).tolist() == [False, True, False, False, True, True, False]
+    assert vocab.to_t2d(ids, 7).nonzero()[:, 0].tolist() == [i + offset for i, offset in enumerate(vocab.to_d2t(ids).tolist())]
+
+
 def test_a_token_outside_the_list_is_a_certain_rejection():
     text, ids = [2, 0, 1, 9, 0, 1, 1], np.array([0, 1])              # 2 and 9 are not in the list; 2 only ever is an anchor
     assert vocab.projected([6, 5, 4, 3, 2, 1, -1], text, ids) == [2, 1, 0, 3, 2, 1, -1]

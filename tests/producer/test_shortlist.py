@@ -1,6 +1,8 @@
 """Draft heads of K tokens in the loop: the text is the target's whatever the list, and measured is what was decoded."""
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import tiny
@@ -155,3 +157,20 @@ def test_end_tokens_are_drafted_from_every_list(target, drafter):
     listed = vocab.shortlist(np.zeros(target.vocab_size, np.int64), 16, {end})
     assert end in listed
     assert shortlist.restricted(target, drafter, ids, limit, listed).tokens == plain(target, ids, limit).tokens
+
+
+def test_a_drafter_that_was_trained_on_a_list_drafts_from_it_everywhere(target, drafter, texts, asked):
+    """Loop, report and simulation take the list from the drafter; bench compares no lists with it."""
+    from common.errors import UserError
+    from producer import evaluate, sections
+    ids, own = torch.arange(3, target.vocab_size, 7), copy.copy(drafter)
+    own._buffers = dict(drafter._buffers, shortlist=ids)
+    assert drafter.shortlist is None and own.shortlist is ids
+    got, _ = proposed(target, own, texts, asked, None, None)
+    assert torch.equal(got, proposed(target, drafter, texts, asked, None, ids)[0]) and torch.isin(got, ids).all()
+    report = evaluate.evaluate(target, own, asked, texts, seed=0)
+    lists = [shortlist.restricted(target, drafter, known, Limit(NEW), ids.numpy()) for _, known in asked]
+    assert report["tau"] == acceptance.tau_pooled([d.accepted for d in lists]) == report["tau_simulated"] and report["identical"] == 2
+    scene = sections.Scene(target, own, Limit(NEW), BLOCK, asked, asked, [])
+    with pytest.raises(UserError, match=f"trained to draft {len(ids)} tokens only"):
+        sections.measure_shortlist(scene, {}, lambda *_: None)
