@@ -98,7 +98,7 @@ class Pair:
         if self.separated:
             return "separated"
         if self.p_holm is not None and self.p_holm < 1 - LEVEL:
-            return "these drafters differ; one seed"
+            return "drafters differ"                               # these two; with one seed nothing is known of the arms
         if self.p is None:
             return "one prompt"
         return "not separated" + (" (alone it would be)" if self.over_seeds and self.p < 1 - LEVEL else "")

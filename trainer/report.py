@@ -32,7 +32,7 @@ def show(settings: config.Report) -> None:
     files = outputs(settings)
     runs = report_runs.load(settings.runs)
     from trainer.offline import parted             # torch, for one rule that training has, too
-    document = report_document.build(runs, np.random.default_rng(SEED), parted)
+    document = report_document.build(runs, np.random.default_rng(SEED), parted, report_runs.sweeps_under_way(settings.runs))
     if settings.json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
@@ -75,6 +75,8 @@ def write(document: dict, files: dict[str, Path]) -> dict[str, Path]:
 
 def terminal(document: dict, console: Console) -> None:
     """The summary in words, then tables: steps of a single run, or arms and pairs."""
+    for sweep, asked, begun in document["sweeps_under_way"]:
+        console.print(f"sweep {sweep}: {begun} of {asked} runs have begun", highlight=False)
     for name in document["not_measured"]:
         console.print(f"{name}: no acceptance measured yet", highlight=False)
     if not document["curves"]:

@@ -19,14 +19,15 @@ BAND_RESAMPLES = 1000        # for each point of a curve
 Parted = Callable[[dict, dict | None, str], list[str]]         # trainer.offline.parted
 
 
-def build(runs: Sequence[RunRecord], rng: np.random.Generator, parted: Parted) -> dict:
+def build(runs: Sequence[RunRecord], rng: np.random.Generator, parted: Parted, under_way: Sequence[tuple[str, int, int]] = ()) -> dict:
+    """under_way: report_runs.sweeps_under_way."""
     source = "real" if any(run.rows["real"] for run in runs) else "simulated"
     judged = [run for run in runs if run.rows[source]]
     compared, why_not = comparison(judged, source, rng)
     rows = {run.name: row_at(run.rows[source], compared["tokens"]) if compared else run.rows[source][-1] for run in judged}
     made = {
         "source": source, "compared": compared, "why_not": why_not,
-        "not_measured": [run.name for run in runs if run not in judged],
+        "sweeps_under_way": [list(sweep) for sweep in under_way], "not_measured": [run.name for run in runs if run not in judged],
         "arms": list(dict.fromkeys(run.arm for run in runs)), "questions": questions(runs),
         "curves": curves(judged, source, rng), "slots": slots(judged, rows),
         "speed": [speed(run, rows[run.name]) for run in judged if source == "real"],

@@ -16,7 +16,7 @@ CAPTIONS = {
               "of two arms may overlap though their difference is separated: it is taken prompt by prompt, where what both share cancels. "
               "Dotted: where arms are compared.",
     "pairs": "Each difference with its 95 % interval: thin over prompts and seeds, thick over prompts alone (these very drafters). Strong: "
-             "separated after correction for all pairs.",
+             "separated after correction for all pairs. More than ten pairs: each arm beside the one it is compared with; the table has all.",
     "slots": "Share of blocks in which this slot and all before it were accepted, mean over seeds, where arms are compared.",
     "simulation": "One mark a measurement. Filled: simulated on the same texts, where real must equal simulated up to rounding. Hollow: "
                   "simulated on texts held aside on the trainer's box, other texts, so only roughly alike. Ringed: an alarm.",
@@ -50,7 +50,8 @@ svg text{font-family:inherit}
 .scroll{overflow-x:auto;margin:.4rem 0}
 table{border-collapse:collapse;font-size:.9rem;font-variant-numeric:tabular-nums;width:100%}
 thead th{white-space:normal;vertical-align:bottom}
-.note{margin:.2rem 0}
+.note{margin:.3rem 0}
+ul.note{padding-left:1.1rem}
 th,td{text-align:right;padding:.32rem .6rem;border-bottom:1px solid var(--rule);white-space:nowrap;vertical-align:top}
 th{font-weight:600}
 th[scope=row]{font-weight:400}
@@ -103,7 +104,7 @@ def charts(document: dict) -> str:
     out = []
     for name, (_, title) in report_plots.panels(document).items():
         label = f"Chart: {title}. {CAPTIONS[name]} The numbers are in the tables below."
-        rows = len(document["compared"]["pairs"]) if name == "pairs" else 0
+        rows = len(report_plots.drawn_pairs(document)) if name == "pairs" else 0
         narrow = (NARROW[0], max(NARROW[1], 0.42 * rows + 0.6))
         drawn = f"<div class=narrow>{report_plots.svg(document, name, narrow, label, name)}</div>"
         if name == "curves":
@@ -119,12 +120,13 @@ def arms_table(document: dict) -> str:
         return ""
     rows = []
     for arm in sorted(compared["arms"], key=lambda arm: -arm["tau"]):
-        said = document["questions"].get(arm["arm"], {})
         rows.append(([f"{_mark(document, arm['arm'])} {escape(arm['arm'])}", f"{arm['tau']:.2f}", _interval(arm["interval"]),
-                      _interval(arm["over_prompts"]), " ".join(f"{tau:.2f}" for tau in arm["taus"]), _number(arm["tau_prompt"]),
-                      escape(said.get("question", ""))], ""))
-    return _table("Arms", f"tau after {tokens_text(compared['tokens'])} training tokens; one seed: no interval over seeds.",
-                  ["arm", "tau", "95 %, prompts and seeds", "95 %, prompts", "by seed", "mean of prompts", "asks"], rows, {0: "text", 6: "long"})
+                      _interval(arm["over_prompts"]), " ".join(f"{tau:.2f}" for tau in arm["taus"]), _number(arm["tau_prompt"])], ""))
+    asks = "".join(f"<li>{escape(arm)}: {escape(said['question'])} Compared with {escape(said['beside'])}.</li>"
+                   for arm, said in document["questions"].items() if said["question"])
+    caption = f"tau after {tokens_text(compared['tokens'])} training tokens; one seed: no interval over seeds."
+    columns = ["arm", "tau", "95 %, prompts and seeds", "95 %, prompts", "by seed", "mean of prompts"]
+    return _table("Arms", caption, columns, rows, {0: "text"}) + (f"<ul class=note>{asks}</ul>" if asks else "")
 
 
 def pairs_table(document: dict) -> str:
@@ -156,8 +158,9 @@ def speed_table(document: dict) -> str:
 
 def alarms_table(document: dict) -> str:
     rows = [([escape(alarm["run"]), str(alarm["step"]), escape(alarm["says"])], "") for alarm in document["alarms"]]
-    return _table("Where simulated and real acceptance part", "A fault between training and serving shows here first.", ["run", "step", "what parts"],
-                  rows, {0: "text", 2: "long"}) if rows else ""
+    caption = "A fault between training and serving shows here first."
+    columns, kinds = ["run", "step", "what parts"], {0: "text", 2: "long"}
+    return _table("Where simulated and real acceptance part", caption, columns, rows, kinds) if rows else ""
 
 
 def divergences_table(document: dict) -> str:
@@ -196,7 +199,8 @@ def _table(title: str, caption: str, columns: Sequence[str], rows: Sequence[tupl
         kind = f' class="{kinds[i]}"' if i in kinds else ""
         return f'<th scope="row"{kind}>{html}</th>' if i == 0 else f"<td{kind}>{html}</td>"
     head = "".join(f'<th scope="col"{" class=text" if i in kinds else ""}>{escape(name)}</th>' for i, name in enumerate(columns))
-    body = "".join(f"<tr{f' class={kind}' if kind else ''}>{''.join(cell(i, html) for i, html in enumerate(cells))}</tr>" for cells, kind in rows[:LISTED])
+    body = "".join(f"<tr{f' class={kind}' if kind else ''}>" + "".join(cell(i, html) for i, html in enumerate(cells)) + "</tr>"
+                   for cells, kind in rows[:LISTED])
     more = f"<p class=note>{len(rows) - LISTED} more rows are in the JSON.</p>" if len(rows) > LISTED else ""
     name = "table-" + title.lower().replace(" ", "-")
     return (f'<h{level} id={name}>{escape(title)}</h{level}><p class=note id={name}-note>{escape(caption)}</p>'

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from common.errors import UserError
 from trainer.report_words import tokens_text
 
 # name -> (on light, on dark).  The light values stand in the PNG; in an SVG each becomes var(--name).
@@ -21,6 +22,7 @@ INK = {"ink": ("#1f2328", "#e6e8eb"), "faint": ("#656d76", "#9aa4af"), "rule": (
 COLOURS = [name for name in INK if name.startswith("arm")]
 MARKERS = "osD^vPX<>"
 CSS_MARKS = "●■◆▲▼✚✖◀▶"       # MARKERS as text
+MOST_PAIRS = 10              # in the chart of differences
 NARROW, WIDE = (4.0, 3.2), (9.2, 4.0)      # inches of 72 units: 4 wide on a phone of 360 pixels, text of 9 is 11 pixels high
 
 
@@ -88,7 +90,7 @@ def simulation(axes, document: dict) -> None:
 
 def pairs(axes, document: dict) -> None:
     """Differences with intervals, one row a pair: thin over prompts and seeds, thick over prompts alone."""
-    found = document["compared"]["pairs"]
+    found = drawn_pairs(document)
     for row, pair in enumerate(found):
         figure, strong = pair["difference"], ink("ink" if pair["separated"] else "faint")
         if figure["interval"]:
@@ -102,6 +104,16 @@ def pairs(axes, document: dict) -> None:
     axes.set(xlabel="difference of tau", ylim=(len(found) - 0.5, -0.85))
     axes.set_yticks([])
     axes.spines["left"].set_visible(False)
+
+
+def drawn_pairs(document: dict) -> list[dict]:
+    """All pairs, or where they are too many to read each arm beside the one it is compared with (none such: pairs of the highest)."""
+    found, asks = document["compared"]["pairs"], document["questions"]
+    if len(found) <= MOST_PAIRS:
+        return found
+    asked = [pair for pair in found if asks[pair["a"]]["beside"] == pair["b"] or asks[pair["b"]]["beside"] == pair["a"]]
+    highest = max(document["compared"]["arms"], key=lambda arm: arm["tau"])["arm"]
+    return (asked or [pair for pair in found if pair["a"] == highest])[:MOST_PAIRS]
 
 
 def panels(document: dict) -> dict[str, tuple[Callable, str]]:
@@ -164,7 +176,10 @@ def _for_page(text: str, label: str, prefix: str) -> str:
 
 
 def _pyplot():
-    import matplotlib
+    try:
+        import matplotlib
+    except ImportError:
+        raise UserError("charts need matplotlib: pip install 'hsdraft[trainer]', or ask for --json alone") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     return plt

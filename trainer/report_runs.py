@@ -67,6 +67,17 @@ def load(paths: Sequence[Path]) -> list[RunRecord]:
     return sorted(runs, key=lambda run: (order.index(run.arm), run.seed))
 
 
+def sweeps_under_way(paths: Sequence[Path]) -> list[tuple[str, int, int]]:
+    """(name, runs asked for, runs begun) of each sweep's folder in which some are missing."""
+    out = []
+    for path in paths:
+        if (path / "sweep.json").exists():
+            said = json.loads((path / "sweep.json").read_text())
+            asked, begun = len(said["arms"]) * len(said["seeds"]), len(_folders(path))
+            out += [(path.name, asked, begun)] if begun < asked else []
+    return out
+
+
 def contract_differences(ours: dict, theirs: dict) -> list[str]:
     """'field: ours -> theirs' where two runs' contracts differ, by the hash alone where a run holds no more; [] where equal."""
     if ours["contract"] == theirs["contract"]:
@@ -123,7 +134,7 @@ def _folders(path: Path) -> list[Path]:
         return [path]
     found = sorted(file.parent for pattern in ("*/run.json", "runs/*/run.json") for file in path.glob(pattern))
     if not found:
-        raise UserError(f"{path} is neither a run folder (it has no run.json) nor a folder of runs")
+        raise UserError(f"{path} is neither a run folder (it has no run.json) nor a folder of runs that have begun")
     return found
 
 

@@ -32,7 +32,7 @@ def shows(document: dict) -> list[str]:
            f"commit, {where(document)}, after training on {tokens_text(compared['tokens'])} tokens ({count(len(best['seeds']), 'seed')})."]
     if compared["pairs"]:
         parted = [pair for pair in compared["pairs"] if pair["separated"]]
-        out.append(f"{len(parted)} of {count(len(compared['pairs']), 'pair')} of arms {'is' if len(parted) == 1 else 'are'} separated"
+        out.append(f"Pairs of arms that are separated: {len(parted)} of {len(compared['pairs'])}"
                    + (f"; the first {SHOWN_PAIRS} follow, the table has all." if len(parted) > SHOWN_PAIRS else "."))
         out += [f"{pair['verdict']}." for pair in parted[:SHOWN_PAIRS]]
     if best.get("eta"):
@@ -49,7 +49,8 @@ def shows(document: dict) -> list[str]:
 
 
 def lacks(document: dict) -> list[str]:
-    compared, out = document["compared"], []
+    compared = document["compared"]
+    out = [f"The sweep {sweep} asks for {asked} runs, of which {begun} have begun." for sweep, asked, begun in document["sweeps_under_way"]]
     if document["not_measured"]:
         out.append(f"Not measured yet, so in no figure: {', '.join(document['not_measured'])}.")
     if compared:

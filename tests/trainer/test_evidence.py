@@ -109,7 +109,7 @@ def test_one_seed_says_nothing_of_seeds():
     [pair] = found.pairs
     assert found.arms["one"].interval is None and found.arms["one"].over_prompts is not None
     assert not pair.separated and pair.difference.interval is None and pair.p < 0.05 and "nothing is known of the arms" in pair.verdict
-    assert pair.outcome == "these drafters differ; one seed"
+    assert pair.outcome == "drafters differ"
     [same] = compare([one, Arm.of_cells("same", (0,), one.committed, one.blocks)], np.random.default_rng(0), 500).pairs
     assert same.verdict == "not separated (0.00 to 0.00 over prompts; one seed)"
 

@@ -65,8 +65,19 @@ def test_a_sweeps_folder_stands_for_its_runs(four):
     runs = report_runs.load([four])
     assert [run.name for run in runs] == [run.name for run in report_runs.load([four / "runs"])] == [f"{arm}-s{seed}" for arm in sorted(FOUR) for seed in range(3)]
     assert [run.name for run in report_runs.load([four / "runs/kl_mixed_full-s0", four / "runs"])][0] == "kl_mixed_full-s0"      # once, and first
-    with pytest.raises(UserError, match="neither a run folder .* nor a folder of runs"):
+    with pytest.raises(UserError, match="neither a run folder .* nor a folder of runs that have begun"):
         report_runs.load([four / "runs/ce_bidi-s0/.."  / ".." / ".."])
+
+
+def test_a_sweep_that_is_not_all_there_says_so(tmp_path):
+    sweep(tmp_path / "night", {"ce_causal": 0.0}, seeds=(0, 1))
+    said = {"arms": ["ce_causal", "ce_bidi"], "seeds": [0, 1]}
+    (tmp_path / "night/sweep.json").write_text(json.dumps(said))
+    under_way = report_runs.sweeps_under_way([tmp_path / "night"])
+    made = report_document.build(report_runs.load([tmp_path / "night"]), np.random.default_rng(0), parted, under_way)
+    assert made["lacks"][0] == "The sweep night asks for 4 runs, of which 2 have begun." and "sweep night: 2 of 4 runs have begun" in seen(made)
+    (tmp_path / "night/sweep.json").write_text(json.dumps(said | {"arms": ["ce_causal"]}))
+    assert report_runs.sweeps_under_way([tmp_path / "night", tmp_path]) == []
 
 
 def test_other_contracts_are_refused_by_field(one):
@@ -133,7 +144,7 @@ def test_rows_of_older_versions_are_not_paired_and_that_is_said(one):
     [pair] = made["compared"]["pairs"]
     assert not made["compared"]["paired"] and not pair["paired"] and pair["difference"]["over_prompts"][0] > 0
     assert any(sentence.startswith("Not paired: 1 of 2 measurements hold no accepted lists") for sentence in made["lacks"])
-    assert "not paired: 1 of 2" in seen(made).replace("\n", " ") and "Not paired: 1 of 2" in report_html.page(made, "today")
+    assert "not paired: 1 of 2" in " ".join(seen(made).split()) and "Not paired: 1 of 2" in report_html.page(made, "today")
 
 
 def test_a_result_too_large_for_the_link_is_not_paired_either(one):
@@ -246,6 +257,15 @@ def test_colours_of_charts_follow_the_page(made):
     assert light == dark == set(report_plots.INK) and set(re.findall(r"var\(--(\w+)\)", text)) <= light
     assert not re.search(r"#[0-9a-f]{6}\b", text[text.index("</style>"):])
     assert len(text) < 400_000
+
+
+def test_of_many_pairs_the_chart_draws_those_that_are_asked_about(tmp_path):
+    sweep(tmp_path, {"ce_causal": 0.0, **{f"arm{i}": i / 10 for i in range(5)}}, seeds=(0,), steps=(1000,))
+    made = document(tmp_path)
+    assert len(made["compared"]["pairs"]) == 15 and {pair["b"] for pair in report_plots.drawn_pairs(made)} == {"ce_causal"}
+    for said in made["questions"].values():
+        said["beside"] = "elsewhere"
+    assert {pair["a"] for pair in report_plots.drawn_pairs(made)} == {"arm4"} and len(report_plots.drawn_pairs(made)) == 5
 
 
 def test_names_are_escaped(one):
