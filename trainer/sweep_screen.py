@@ -13,6 +13,7 @@ from trainer import config
 from trainer.sweep import Member, Sweep, folder_of, open_sweep
 
 SAY_EVERY_S = 10.0           # between lines where no terminal is
+COLUMNS = ("step", "loss", "simulated tau", "real tau", "time left")
 COLORS = {"running": "bold", "done": "green", "failed": "bold red", "stopped": "yellow"}
 
 
@@ -55,20 +56,23 @@ class Screen:
         due = now - self._said >= SAY_EVERY_S
         for member in members:
             if self._states.get(member.name) != member.state or (due and member.state == "running"):
-                self._console.print(f"{member.name}: {', '.join(filter(None, cells(member, now)))}", soft_wrap=True, highlight=False, markup=False)
+                self._console.print(line(member, now), soft_wrap=True, highlight=False, markup=False)
                 self._states[member.name] = member.state
                 self._said = now
 
 
 def cells(member: Member, now: float) -> tuple[str, ...]:
-    """State, step, loss, last simulated tau, last real tau, time left; "" for what is not known."""
+    """One for each of COLUMNS; "" for what is not known.  The taus are the last measured."""
     told = member.told
     def number(name: str, form: str) -> str:
-        return "" if told.get(name) is None else form.format(told[name])
-    step = f"step {told['step']}/{told['steps']}" if told.get("step") is not None else ""
-    alarms = f" ({told['alarms']} alarms)" if told.get("alarms") else ""
-    return (member.state, step, number("loss", "loss {:.3f}"), number("offline", "simulated tau {:.2f}"), number("real", "real tau {:.2f}") + alarms,
-            left(member, now))
+        return "" if told.get(name) is None else format(told[name], form)
+    step = f"{told['step']}/{told['steps']}" if told.get("step") is not None else ""
+    alarms = f" ({told['alarms']} alarm{'s' if told['alarms'] > 1 else ''})" if told.get("alarms") else ""
+    return step, number("loss", ".3f"), number("offline", ".2f"), number("real", ".2f") + alarms, left(member, now)
+
+
+def line(member: Member, now: float) -> str:
+    return ", ".join([f"{member.name}: {member.state}", *(f"{name} {cell}" for name, cell in zip(COLUMNS, cells(member, now), strict=True) if cell)])
 
 
 def left(member: Member, now: float) -> str:
@@ -77,13 +81,15 @@ def left(member: Member, now: float) -> str:
     if member.state != "running" or not member.told.get("steps") or (done := (member.told["step"] or 0) - first) <= 0:
         return ""
     seconds = round((member.told["steps"] - member.told["step"]) * (now - begun) / done)
-    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d} left"
+    return f"{seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}"
 
 
 def table(members: list[Member], now: float) -> Table:
-    out = Table(box=None, padding=(0, 2), show_header=False)
+    out = Table(box=None, padding=(0, 2, 0, 0))
+    for name in ("run", "", *COLUMNS):
+        out.add_column(name, justify="left" if name in ("run", "") else "right")
     for member in members:
-        out.add_row(member.name, *cells(member, now), style=COLORS.get(member.state, "dim"))
+        out.add_row(member.name, member.state, *cells(member, now), style=COLORS.get(member.state, "dim"))
     return out
 
 

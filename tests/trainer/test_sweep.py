@@ -137,10 +137,11 @@ def parse(words: list[str]) -> dict:
 def test_what_a_person_sees_of_a_run(tmp_path):
     member = sweep.Member("a", 0, tmp_path / "a-s0", tmp_path / "log", state="running", since=(100.0, 20),
                           told={"step": 60, "steps": 100, "loss": 1.5, "offline": 2.0, "real": None, "alarms": 0})
-    assert sweep_screen.cells(member, 180.0) == ("running", "step 60/100", "loss 1.500", "simulated tau 2.00", "", "0:01:20 left")
+    assert sweep_screen.cells(member, 180.0) == ("60/100", "1.500", "2.00", "", "0:01:20")
+    assert sweep_screen.line(member, 180.0) == "a-s0: running, step 60/100, loss 1.500, simulated tau 2.00, time left 0:01:20"
     member.told |= {"real": 1.5, "alarms": 2}
     member.state = "done"
-    assert sweep_screen.cells(member, 180.0)[4:] == ("real tau 1.50 (2 alarms)", "")
+    assert sweep_screen.cells(member, 180.0)[3:] == ("1.50 (2 alarms)", "")
     assert sweep_screen.left(dataclasses.replace(member, state="running", told={"step": 20, "steps": 100}), 180.0) == "", "no step yet: no rate"
 
 
