@@ -74,8 +74,8 @@ def run(settings: config.Run, stop: service.Stop) -> None:
                  made.step, plan.steps)
         evals = Evals(made, inbox, dtype=contract.dtype, every=settings.eval_all)
         offline = Offline(made, samples, embedding, head, max_tokens=plan.max_tokens)
-        Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, offline=offline, tick=lambda: tick(inbox, evals),
-             ended=inbox.complete, stop=stop, board=board).go()
+        Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, offline=offline,
+             tick=lambda: tick(inbox, evals), ended=inbox.complete, stop=stop, board=board).go()
     log.info("stopped" if stop else "done")
     if not stop and (left := evals.queue):
         log.warning("real acceptance of %s was not measured: no producer %s; the same command with --producer ADDRESS has it measured",

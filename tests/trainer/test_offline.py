@@ -19,7 +19,8 @@ B = 4
 MANY = captures(70)
 
 
-@pytest.mark.parametrize("mask, expected", [("000111", (3, 6)), ("111", (0, 3)), ("0110011", (1, 3)), ("0001", (3, 4)), ("000", (3, 3)), ("", (0, 0))])
+@pytest.mark.parametrize("mask, expected", [
+    ("000111", (3, 6)), ("111", (0, 3)), ("0110011", (1, 3)), ("0001", (3, 4)), ("000", (3, 3)), ("", (0, 0))])
 def test_the_first_answer(mask, expected):
     assert span(np.array([c == "1" for c in mask], np.bool_)) == expected
 

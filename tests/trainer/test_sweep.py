@@ -109,7 +109,8 @@ def test_what_a_sweep_is_not(words, says):
         sweep.parsed(config.Sweep(**words))
 
 
-@pytest.mark.parametrize("words, says", [(["--arm", "ce_bidi"], "--arm: a sweep gives"), (["--seed", "1"], "--seed: "), (["--run-dir", "x"], "--run-dir: ")])
+@pytest.mark.parametrize("words, says", [
+    (["--arm", "ce_bidi"], "--arm: a sweep gives"), (["--seed", "1"], "--seed: "), (["--run-dir", "x"], "--run-dir: ")])
 def test_what_the_sweep_gives_each_run_is_not_to_be_given(words, says):
     with pytest.raises(UserError, match=says):
         cli.run_settings(words)
