@@ -46,7 +46,7 @@ ARMS = {arm.name: arm for arm in (
     Arm(name="kl_causal", beside="ce_causal", loss="kl", attention="causal",
         question="Does the target's whole distribution teach more than its token, all else as in ce_causal?"),
     Arm(name="kl_mixed_full", beside="ce_mixed_full", loss="kl", attention="mixed",
-        question="The same question of the loss, under the released attention?"),
+        question="Does the target's whole distribution teach more than its token, under the released attention?"),
     Arm(name="kl_mixed_uniform", beside="kl_mixed_full", loss="kl", attention="mixed", corruption="uniform",
         question="Does it help to mask a random share of the block instead of all of it?"),
     Arm(name="vp_mixed", beside="ce_mixed_full", attention="mixed", corruption="prefix",
@@ -81,7 +81,7 @@ def changed(base: Arm, **fields: Any) -> Arm:
     what = _values(made)
     if same := next((arm for arm in ARMS.values() if _values(arm) == what), None):
         return same
-    said = ", ".join(f"{_option(name)} {_text(given[name])}" for name in FIELDS if name in given)
+    said = ", ".join(option_of(name, given[name]) for name in FIELDS if name in given)
     return dataclasses.replace(made, name=_name(base, given), beside=base.name, question=f"What does {said} change in {base.name}?")
 
 
@@ -99,6 +99,13 @@ def choices(field: str) -> tuple[str, ...]:
 def differences(arm: Arm, other: Arm) -> dict[str, tuple[Any, Any]]:
     """{field: (arm's, other's)} of the fields that part them."""
     return {name: (getattr(arm, name), getattr(other, name)) for name in FIELDS if getattr(arm, name) != getattr(other, name)}
+
+
+def option_of(field: str, value: Any) -> str:
+    """A field and its value as on the command line."""
+    if isinstance(value, bool):
+        return _option(field) if value else _option(field).replace("--", "--no-", 1)
+    return f"{_option(field)} {_text(value)}"
 
 
 def _values(arm: Arm) -> dict:

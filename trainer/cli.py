@@ -6,8 +6,6 @@ import os
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")     # spinning threads of two processes on few cores: 50x slower steps
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from common import logs, service
 from common.errors import UserError
@@ -22,7 +20,7 @@ def run(settings: config.Run) -> None:
     logs.setup(settings.log_level)
     stop = service.Stop()
     stop.on_signals()
-    from trainer import daemon                     # seconds of imports: a stop ends them
+    from trainer import daemon  # seconds of imports: a stop ends them
     daemon.run(settings, stop)
 
 
@@ -61,12 +59,8 @@ def status(settings: config.Status) -> None:
 
 def arms() -> None:
     """The arms, the question each asks, and the arm it is compared with."""
-    from trainer.arms import ARMS
-    table = Table.grid(padding=(0, 2))
-    for arm in ARMS.values():
-        table.add_row(arm.name, f"loss {arm.loss}, attention {arm.attention}, corruption {arm.corruption}, weights {arm.weights}")
-        table.add_row("", f"{arm.question} Compared with {arm.beside}.")
-    Console().print(table)
+    from trainer import arms_screen
+    arms_screen.show()
 
 
 def keygen(settings: config.Keys) -> None:

@@ -2,12 +2,22 @@
 import re
 
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given
+from hypothesis import strategies as st
 
 from common.drafter.config import FULL, SLIDING, shape_for
 from common.errors import UserError
-from trainer import config
-from trainer.arms import ARMS, FIELDS, MOST_NAME, changed, choices, differences, named, overridden
+from trainer import arms_screen, config
+from trainer.arms import (
+    ARMS,
+    FIELDS,
+    MOST_NAME,
+    changed,
+    choices,
+    differences,
+    named,
+    overridden,
+)
 
 ON_THE_WIRE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
 
@@ -28,7 +38,7 @@ def test_a_change_makes_an_arm_of_its_own_compared_with_its_base():
     assert changed(ARMS["kl_causal"], gamma=4.5).name == "kl_causal.gamma-4.5"
     assert changed(ARMS["ce_bidi"], draft_vocab=64, loss="tv").name == "ce_bidi.loss-tv.vocab-64"
     long = changed(ARMS["ce_bidi"], draft_vocab=256, loss="rkl", all_sliding=True)
-    assert re.fullmatch(r"ce_bidi\.[0-9a-f]{6}", long.name) and "--loss rkl, --all-sliding yes, --draft-vocab 256" in long.question
+    assert re.fullmatch(r"ce_bidi\.[0-9a-f]{6}", long.name) and "--loss rkl, --all-sliding, --draft-vocab 256" in long.question
 
 
 def test_a_change_that_gives_a_known_arm_is_that_arm_and_none_is_the_base():
@@ -77,6 +87,14 @@ def test_every_field_is_an_option_of_hstrain_run():
     assert overridden("vp_mixed", config.Run()) is ARMS["vp_mixed"]
     made = overridden("ce_causal", config.Run(loss="tv", attention="bidi", corruption="uniform", gamma=3.0, draft_vocab=64, all_sliding=True, block_size=8))
     assert [getattr(made, name) for name in FIELDS] == ["tv", "bidi", "uniform", "exp", 3.0, 0.5, True, 64, 8]
+
+
+def test_the_table_says_of_each_arm_what_it_asks_and_what_it_is_compared_with(capsys):
+    arms_screen.show()
+    said = " ".join(capsys.readouterr().out.split())
+    assert all(name in said for name in ARMS) and "speculators' default" in said
+    assert arms_screen.which_has(ARMS["dpace_causal_swa"]) == "--weights exp --no-all-sliding"
+    assert arms_screen.which_has(ARMS["kl_mixed_uniform"]) == "--corruption full"
 
 
 def test_all_sliding_reaches_the_last_layer():
