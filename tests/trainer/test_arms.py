@@ -8,16 +8,7 @@ from hypothesis import strategies as st
 from common.drafter.config import FULL, SLIDING, shape_for
 from common.errors import UserError
 from trainer import arms_screen, config
-from trainer.arms import (
-    ARMS,
-    FIELDS,
-    MOST_NAME,
-    changed,
-    choices,
-    differences,
-    named,
-    overridden,
-)
+from trainer.arms import ARMS, FIELDS, MOST_NAME, changed, choices, differences, named, overridden
 
 ON_THE_WIRE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}")
 
