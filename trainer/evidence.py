@@ -7,9 +7,11 @@ a seed, where what both arms share cancels.  Method, for any figure x (an arm's 
     prompts   drawn with replacement, the same draw for all arms and seeds; tau is pooled over the draw's blocks, then averaged over
               seeds.  Deviations are widened by sqrt(P / chi2(P-1)): their variance is unbiased and few prompts count as few.
     seeds     two or three values cannot be drawn from (with two, a plain hierarchical bootstrap finds a difference in nearly half of
-              all cases where there is none), so their mean's error is a t draw of S-1 degrees of freedom, scaled by their spread.
-    cells     what varies by prompt AND seed is in both of the above; its variance is taken out of the seeds' once (two-way
-              clustering: rows + columns - cells).
+              all cases where there is none), so their mean's error is a normal draw whose variance is drawn, too: what their spread
+              says of it, times (S-1) / chi2(S-1).  That is a t draw of S-1 degrees of freedom.
+    cells     what varies by prompt AND seed is in both of the above; its variance is taken out of each draw of the seeds' (two-way
+              clustering: rows + columns - cells).  Out of the draw, not of the estimate: an estimate that happens to be small is no
+              proof that seeds do not matter.
 
 95 % intervals are percentiles of the sum; p is two-sided, Holm-corrected over all pairs.  With one seed nothing is known about
 seeds: the interval is over prompts alone and the verdict says so.  Where tau per prompt is unknown (rows of older versions) the
@@ -163,20 +165,14 @@ def prompts_moved(arms: Sequence[Arm], rng: np.random.Generator, resamples: int)
 def seed_draws(arms: Sequence[Arm], rng: np.random.Generator, resamples: int) -> np.ndarray | None:
     """Error, over seeds, of one arm's tau or of the difference of two: (resamples,); None where that takes seeds that are not there.
 
-    Two arms of the same seeds are taken seed by seed.  Else variances add, with Welch's degrees of freedom."""
+    Two arms of the same seeds are taken seed by seed.  Else each arm has its own error."""
     if any(len(arm.seeds) < 2 for arm in arms):
         return None
     if len(arms) == 2 and arms[0].seeds == arms[1].seeds:
         a, b = arms
-        parts = [_variance(a.taus - b.taus, None if (one := _cells(a)) is None or (two := _cells(b)) is None else one - two)]
-        freedom = [len(a.seeds) - 1]
-    else:
-        parts, freedom = [_variance(arm.taus, _cells(arm)) for arm in arms], [len(arm.seeds) - 1 for arm in arms]
-    total = sum(parts)
-    if total == 0:
-        return np.zeros(resamples)
-    degrees = total ** 2 / sum(part ** 2 / n for part, n in zip(parts, freedom))
-    return np.sqrt(total) * rng.standard_t(degrees, resamples)
+        one, other = _cells(a), _cells(b)
+        return _error(a.taus - b.taus, None if one is None or other is None else one - other, rng, resamples)
+    return sum(_error(arm.taus, _cells(arm), rng, resamples) for arm in arms)
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -195,14 +191,15 @@ def _cells(arm: Arm) -> np.ndarray | None:
     return (arm.committed - arm.taus[:, None] * arm.blocks) / arm.blocks.mean(1, keepdims=True)
 
 
-def _variance(values: np.ndarray, cells: np.ndarray | None) -> float:
-    """Of the mean of values (S,) over seeds, without what the prompts' draw already counts of the cells (S, P)."""
-    of_mean = float(values.var(ddof=1)) / len(values)
-    if cells is None or cells.shape[1] < 2:
-        return of_mean
-    seeds, prompts = cells.shape
-    rest = cells - cells.mean(0)                                    # rows average to 0 already
-    return max(0.0, of_mean - float((rest ** 2).sum()) / ((seeds - 1) * (prompts - 1)) / (seeds * prompts))
+def _error(values: np.ndarray, cells: np.ndarray | None, rng: np.random.Generator, resamples: int) -> np.ndarray:
+    """Draws (resamples,) of the error of the mean of values (S,) over seeds, without what the prompts' draw counts of the cells (S, P)."""
+    freedom = len(values) - 1
+    variance = float(values.var(ddof=1)) / len(values) * freedom / rng.chisquare(freedom, resamples)
+    if cells is not None and cells.shape[1] > 1:
+        seeds, prompts = cells.shape
+        rest = cells - cells.mean(0)                                # rows average to 0 already
+        variance = np.maximum(0.0, variance - float((rest ** 2).sum()) / ((seeds - 1) * (prompts - 1)) / (seeds * prompts))
+    return np.sqrt(variance) * rng.standard_normal(resamples)
 
 
 def _figure(estimate: float, moved: np.ndarray | None, seeds: np.ndarray | None) -> Figure:
@@ -219,8 +216,8 @@ def _pair(a: Arm, b: Arm, moved: dict, rng: np.random.Generator, paired: bool) -
         return Pair(a.name, b.name, figure, None, None, None, over_seeds, a.seeds == b.seeds, paired)
     draws = difference + prompts + (0.0 if seeds is None else seeds)
     tail = min((draws <= 0).sum(), (draws >= 0).sum())
-    return Pair(a.name, b.name, figure, float((draws > 0).mean() + (draws == 0).mean() / 2), float(min(1.0, 2 * (tail + 1) / (len(draws) + 1))),
-                None, over_seeds, a.seeds == b.seeds, paired)
+    superiority, p = float((draws > 0).mean() + (draws == 0).mean() / 2), float(min(1.0, 2 * (tail + 1) / (len(draws) + 1)))
+    return Pair(a.name, b.name, figure, superiority, p, None, over_seeds, a.seeds == b.seeds, paired)
 
 
 def _higher_first(a: Arm, b: Arm) -> tuple[Arm, Arm]:
