@@ -59,7 +59,9 @@ def run(settings: config.Run, stop: service.Stop) -> None:
         contract, assets = ready
         embedding, head = load_weights(assets, device)
         samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at)
-        if not wait_for_samples(shortlist.SAMPLES if arm.draft_vocab else FIT_SAMPLES, samples, inbox, stop, say):
+        first = shortlist.First(samples) if arm.draft_vocab else None
+        enough = [lambda: len(samples) >= FIT_SAMPLES, *([first.enough] if first else [])]
+        if not wait_for_samples(lambda: all(holds() for holds in enough), samples, inbox, stop, say):
             return
         shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples)
         made = Run(folder, identity(settings, arm, contract, shape, plan, inbox.store.stream), shape, seed=settings.seed,
@@ -67,8 +69,8 @@ def run(settings: config.Run, stop: service.Stop) -> None:
         settle_end(made, inbox, settings)
         if not made.resumed:
             fit(made, samples)
-        if arm.draft_vocab:
-            shortlist.settle(made, arm.draft_vocab, samples)
+        if first:
+            shortlist.settle(made, arm.draft_vocab, first)
             head = shortlist.head_of(head, made.drafter.shortlist)
         log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun",
                  made.step, plan.steps)
@@ -112,11 +114,11 @@ def tick(inbox: Inbox | Stored, evals: Evals) -> str:
     return inbox.line()
 
 
-def wait_for_samples(count: int, samples: Samples, inbox: Inbox | Stored, stop: service.Stop, say: Callable[[str], None]) -> bool:
-    """Until the store holds so many, or all there will be; False where the daemon is to stop first."""
+def wait_for_samples(enough: Callable[[], bool], samples: Samples, inbox: Inbox | Stored, stop: service.Stop, say: Callable[[str], None]) -> bool:
+    """Until the store holds enough, or all there will be; False where the daemon is to stop first."""
     while not stop:
         inbox.news()
-        if len(samples) >= count or (len(samples) and inbox.complete()):
+        if enough() or (len(samples) and inbox.complete()):
             return True
         say("waiting for the first samples")
         stop.wait(0.2)

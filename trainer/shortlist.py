@@ -23,8 +23,9 @@ from trainer.run import Run
 
 log = logging.getLogger("hstrain")
 FILE = "shortlist.json"
-SAMPLES = 96                 # first samples looked at, all there are where a stream ends sooner
-JUDGED = 5                   # of them one in so many, the last ones, are judged on and not counted; so is every one held aside
+TOKENS = 80_000              # supervised, of the first samples that hold so many together; all there are where a stream ends sooner.
+                             # Fewer make poor lists: of SmolLM2's, K = 6144 covered 93.3 % by 6k tokens, 96.9 % by 25k, 98.6 % by 79k
+JUDGED = 5                   # of these samples one in so many, the last ones, are judged on and not counted; so is every one held aside
 
 Text = tuple[np.ndarray, np.ndarray]         # ids (T,), loss_mask (T,) bool
 
@@ -36,10 +37,25 @@ class Texts(Protocol):
     def text(self, index: int) -> Text: ...
 
 
-def settle(run: Run, size: int, samples: Texts) -> None:
+class First:
+    """The first texts of a store that may still grow: as many as hold TOKENS supervised tokens, whenever one looks."""
+
+    def __init__(self, samples: Texts) -> None:
+        self.texts: list[Text] = []
+        self._samples, self._tokens = samples, 0
+
+    def enough(self) -> bool:
+        """Takes up what has come."""
+        while self._tokens < TOKENS and len(self.texts) < len(self._samples):
+            self.texts.append(self._samples.text(len(self.texts)))
+            self._tokens += int(self.texts[-1][1].sum())
+        return self._tokens >= TOKENS
+
+
+def settle(run: Run, size: int, first: First) -> None:
     """Give run.drafter its shortlist of `size` tokens: the one in the run's folder, else one chosen now and written there first.
 
-    samples: at least the first SAMPLES of the stream, or all there will be.  What is known of the list goes into the record of every
+    first: once it has enough, or the stream has ended.  What is known of the list goes into the record of every
     checkpoint.  UserError where the folder's list is gone or of another size, and where K is none of the vocabulary's."""
     path, device = run.folder / FILE, run.drafter.fc.weight.device
     if path.exists():
@@ -47,7 +63,7 @@ def settle(run: Run, size: int, samples: Texts) -> None:
     elif run.resumed:
         raise UserError(f"{path} is gone: this run cannot go on without the list of tokens that it drafts; begin another --run-dir")
     else:
-        made = choose([samples.text(i) for i in range(min(SAMPLES, len(samples)))], run.config.vocab_size, size)
+        made = choose(first.texts, run.config.vocab_size, size)
         files.write_whole(path, json.dumps(made).encode())
     if len(made["ids"]) != size:
         raise UserError(f"{path} holds {len(made['ids'])} tokens, the run's --draft-vocab is {size}")
