@@ -129,3 +129,11 @@ def test_a_target_that_fails_is_not_served(monkeypatch, tmp_path):
     monkeypatch.setattr(selftest, "measure", lambda target, taps: broken)
     with pytest.raises(UserError, match="embedded fails the self-test, so it is not served: suffix: rejected tokens leave a trace"):
         daemon.serve(Serve(target="embedded", device="cpu", state_dir=tmp_path, bind="tcp://127.0.0.1:0"), None)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_state_that_is_no_number_is_never_a_small_difference(first):
+    good, bad = torch.ones(2), torch.tensor([1.0, float("nan")])
+    one, other = {"a": bad if first else good, "b": good if first else bad}, {"a": good, "b": good * 2}
+    assert torch.tensor(selftest.worst(one, other)).isnan()
+    assert selftest.worst({"a": good}, {"a": good}) == 0.0 and selftest.worst({"a": good}, {"a": good * 2}) == 0.5
