@@ -15,6 +15,7 @@ from rich.console import Console, RenderableType
 
 from common import files
 from common.drafter.model import Drafter
+from common.errors import UserError
 from common.settings import state_home
 from producer import pairs, progress, prompts as prompt_files, rates, record, sections, tables
 from producer.config import Bench, Serve
@@ -23,23 +24,27 @@ from producer.prompts import SALT, SHIPPED, Prompt
 from producer.sampling import Sampling
 from producer.speculate import Limit
 from producer.target import Target, load
-from producer.writing import Writer, load_drafter, say
+from producer.writing import Writer, fit_drafter, read_drafter, say
 
 
 def run(settings: Bench) -> None:
+    if settings.block_size == 1:
+        raise UserError("--block-size 1: nothing would be drafted, so there is nothing to measure; use 2 or more")
     wanted = sections.named(settings.only)
     llama = rates.read_llama_bench(settings.llama_bench) if settings.llama_bench else []
     old = record.read(settings.against) if settings.against else None
     measured, others = choose(settings)
     out = settings.out or state_home() / "hsprod" / "bench" / time.strftime("%Y%m%d-%H%M%S.json")
     files.usable(out.parent, "--out")
+    if out.is_dir():
+        raise UserError(f"--out {out}: a folder; give the name of a file")
+    found = read_drafter(settings)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
     thinking = prompt_files.thinking_mode(target.tokenizer, settings.thinking)
-    drafter = load_drafter(settings, target, thinking)
-    block_size = settings.block_size or drafter.config.block_size
-    scene = sections.Scene(target, drafter, Limit(settings.max_new_tokens, target.eos_ids), block_size,
+    drafter = fit_drafter(settings, found, target, thinking)
+    scene = sections.Scene(target, drafter, Limit(settings.max_new_tokens, target.eos_ids), drafter.config.block_size,
                            *(rendered(target, side, thinking) for side in (measured, others)), llama)
     contract = target.contract(drafter.config.taps, thinking)
     new = {"hsdraft_bench": record.FORMAT, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "finished": False,

@@ -59,7 +59,8 @@ def read(path: Path) -> dict:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(f"--against {path}: {getattr(error, 'strerror', None) or 'no JSON'}") from None
-    if not isinstance(found, dict) or found.get("hsdraft_bench") != FORMAT:
+    if not isinstance(found, dict) or found.get("hsdraft_bench") != FORMAT or not all(
+            isinstance(found.get(key), dict) for key in ("identity", "settings", "sections")):
         raise UserError(f"--against {path}: no record of `hsprod bench`, or of another version's; this one writes format {FORMAT}")
     return found
 
@@ -91,7 +92,7 @@ def lookup(tree: object, place: str) -> float | None:
     """The number at 'a.b.c', None where there is none."""
     for key in place.split("."):
         tree = tree.get(key) if isinstance(tree, dict) else None
-    return tree
+    return tree if isinstance(tree, (int, float)) else None
 
 
 def short(value: object) -> str:

@@ -12,7 +12,8 @@ def table(title: str, *columns: str, note: str = "", words: int = 1) -> Table:
     made = Table(title=title, title_justify="left", title_style="bold", caption=note or None, caption_justify="left",
                  caption_style="dim", box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, header_style="none")
     for i, header in enumerate(columns):
-        made.add_column(header, justify="left" if i < words else "right", vertical="bottom" if i < words else "top")
+        made.add_column(header, justify="left" if i < words else "right", vertical="bottom" if i < words else "top",
+                        overflow="fold")                             # on a narrow screen a figure breaks; it is never cut
     return made
 
 

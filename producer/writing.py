@@ -19,7 +19,7 @@ from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
 from producer import identity, lengths, packed, prompts as prompt_files, selftest
-from producer.config import Generate
+from producer.config import Bench, Generate
 from producer.sampling import Sampling
 from producer.speculate import Decoded, Length, Limit, OnTokens, first_divergence, margin, plain, speculate
 from producer.target import Target, load
@@ -103,10 +103,10 @@ def run(settings: Generate) -> None:
         raise UserError("--compare is for greedy decoding: two samples of one distribution differ; use --temperature 0")
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    asked = read(settings)
+    asked, found = read(settings), read_drafter(settings) if settings.drafter else None
     target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
     thinking = prompt_files.thinking_mode(target.tokenizer, settings.thinking)
-    drafter = load_drafter(settings, target, thinking) if settings.drafter else None
+    drafter = fit_drafter(settings, found, target, thinking) if found else None
     length = verify_length(settings, target, drafter, prompt_files.render(target.tokenizer, asked[0], thinking)) if drafter else None
     writer = Writer(target, drafter, Limit(settings.max_new_tokens, target.eos_ids), sampling, settings.block_size or None,
                     settings.prefill_chunk or None, length)
@@ -129,15 +129,28 @@ def read(settings: Generate) -> list[prompt_files.Prompt]:
     return prompt_files.read(Path("/dev/stdin") if str(settings.prompts) == "-" else settings.prompts)
 
 
-def load_drafter(settings: Generate, target: Target, thinking: bool | None) -> Drafter:
-    """Raises UserError for a folder that is no whole drafter, or one of another target or, without --force, contract; and for a
-    target whose blocks cannot be verified and rolled back here."""
+def read_drafter(settings: Generate | Bench) -> tuple[Drafter, dict]:
+    """The folder's drafter, on the CPU in fp32, and its record; before the target, whose gigabytes a mistake should not cost.
+
+    Raises UserError for a folder that is no whole drafter, and for more slots than its blocks have.  Where --block-size asks
+    for fewer it is a drafter of such blocks from here on; one slot is no block that a drafter can have, and stays the loop's."""
     try:
-        drafter, config, record = checkpoint.load(settings.drafter, target.device, target.dtype)
+        drafter, config, record = checkpoint.load(settings.drafter, "cpu", torch.float32)
     except CorruptError as error:
         raise UserError(f"--drafter {settings.drafter}: {error}") from None
     if settings.block_size > config.block_size:
         raise UserError(f"--block-size {settings.block_size}: this drafter's blocks have {config.block_size} slots at most")
+    if isinstance(settings, Generate):
+        lengths.parse(settings.verify_len, settings.block_size or config.block_size)
+    if settings.block_size > 1:
+        drafter.config = dataclasses.replace(config, block_size=settings.block_size)
+    return drafter, record
+
+
+def fit_drafter(settings: Generate | Bench, found: tuple[Drafter, dict], target: Target, thinking: bool | None) -> Drafter:
+    """What read_drafter found, on the target's device and in its dtype.  Raises UserError for a drafter of another target or,
+    without --force, contract; and for a target whose blocks cannot be verified and rolled back here."""
+    (drafter, record), config = found, found[0].config
     if wrong := misfit(target, config):
         raise UserError(f"--drafter {settings.drafter} was made for another target: {wrong}")
     if not record:
@@ -156,7 +169,7 @@ def load_drafter(settings: Generate, target: Target, thinking: bool | None) -> D
         say(f"note: the mask token of {settings.drafter}, {config.mask_token_id}, is {word!r} here: where a text holds it, drafts mean little "
             "(the text stays the target's)")
     selftest.check(target, config.taps).require(target.name)
-    packed.pack(drafter)
+    packed.pack(drafter.to(target.device, target.dtype))
     return drafter
 
 

@@ -2,19 +2,21 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 
 import pytest
 import tiny
 import torch
 from drafters import BLOCK, TAPS
+from rich.console import Console
 from typer.testing import CliRunner
 
 from common.drafter import checkpoint
 from common.drafter.config import shape_for
 from common.drafter.model import Drafter
 from common.errors import UserError
-from producer import bench, cli, overhead, pieces, record, roofline, sections
+from producer import bench, cli, overhead, pieces, record, roofline, sections, tables
 from producer.config import Bench, Serve
 from producer.prompts import SALT, read, split
 from producer.speculate import PARTS
@@ -72,7 +74,8 @@ def test_the_whole_command(hsprod, target, folder, prompts_file, tmp_path):
     assert found["identity"]["drafter"]["record"]["target"] == target.name
     cycle = found["sections"]["pieces"]["cycle"]
     assert list(cycle["parts"]) == [*PARTS, "remainder"] and sum(cycle["parts"].values()) == pytest.approx(cycle["seconds"], rel=1e-9)
-    assert len(found["sections"]["pieces"]["alone"]["verify"]) == SLOTS
+    assert len(found["sections"]["pieces"]["alone"]["verify"]) == SLOTS < BLOCK          # --block-size holds in every table
+    assert found["sections"]["experts"]["by_rows"][-1]["rows"] == SLOTS == found["sections"]["shortlist"]["drafts"] + 1
     assert found["sections"]["lossless"]["identical"] == found["sections"]["lossless"]["prompts"] == 2
     assert found["sections"]["rates"]["plain"]["tokens"] == found["sections"]["rates"]["speculative"]["tokens"] <= 2 * (NEW - 1)
 
@@ -122,16 +125,18 @@ def test_prompts_are_spread_and_the_others_are_others(prompts_file, tmp_path):
 @pytest.mark.parametrize("args, says", [
     (("--drafter", "/nowhere"), "/nowhere"), (("--drafter", "x", "--prompts", "/nowhere"), "/nowhere"),
     (("--drafter", "x", "--only", "all"), "--only all"), (("--drafter", "x", "--llama-bench", "/nowhere"), "--llama-bench /nowhere"),
-    (("--drafter", "x", "--against", "/nowhere"), "--against /nowhere")])
-def test_mistakes_are_one_line(hsprod, tmp_path, args, says):
-    got = hsprod(*args, "--out", tmp_path / "o.json")
+    (("--drafter", "x", "--against", "/nowhere"), "--against /nowhere"), (("--drafter", "x", "--block-size", 1), "nothing would be drafted"),
+    (("--drafter", "x", "--out", "."), "--out .: a folder")])
+def test_mistakes_are_one_line_before_the_target_is_read(hsprod, monkeypatch, tmp_path, args, says):
+    monkeypatch.setattr(bench, "load", None)
+    got = hsprod("--out", tmp_path / "o.json", *args)
     assert isinstance(got.exception, UserError) and says in str(got.exception) and "\n" not in str(got.exception)
     assert not (tmp_path / "o.json").exists()
 
 
 def test_only_a_record_of_this_format_is_compared(tmp_path):
     path = tmp_path / "r.json"
-    for text in ("{}", "[]", '{"hsdraft_bench": 0}'):
+    for text in ("{}", "[]", '{"hsdraft_bench": 0}', '{"hsdraft_bench": 1}', '{"hsdraft_bench": 1, "identity": {}, "settings": 1, "sections": {}}'):
         path.write_text(text)
         with pytest.raises(UserError, match="no record"):
             record.read(path)
@@ -153,3 +158,14 @@ def test_compare_names_what_differs_and_sets_figures_side_by_side():
     figures = {row["figure"]: (row["then"], row["now"], row["ratio"]) for row in got["figures"]}
     assert figures == {"plain, tokens/s": (10.0, 10.0, 1.0), "eta": (2.0, 3.0, 1.5), "departures": (0, None, None)}
     assert len(record.show(got)) == 2
+    old["sections"]["speedup"]["eta"] = "2"                          # somebody wrote in the file: no figure
+    assert {"figure": "eta", "then": None, "now": 3.0, "ratio": None} in record.compare(old, new)["figures"]
+
+
+def test_a_narrow_screen_cuts_no_figure():
+    made = tables.table("t", *(f"figure {i}" for i in range(12)), words=0)
+    made.add_row(*(f"{100 + i}.25" for i in range(12)))
+    console = Console(width=60, record=True, file=io.StringIO())
+    tables.put(console, made)
+    said = console.export_text()
+    assert "\N{HORIZONTAL ELLIPSIS}" not in said and sum(map(str.isdigit, said)) == 12 * 5 + 10 + 2 * 2      # rows, and the headers' numbers

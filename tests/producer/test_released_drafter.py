@@ -151,7 +151,8 @@ def test_a_stream_with_a_mask_token_of_its_own_is_this_targets_all_the_same(targ
     drafter = write(tmp_path / "d", CURRENT | {"dflash_config": INSIDE | {"mask_token_id": MASK + 3}})
     record = {"contract": served.hash, "target": served.target} | ({"extraction": served.to_dict()} if extraction else {})
     (drafter / checkpoint.RECORD).write_text(json.dumps(record))
-    writing.load_drafter(writing.Generate(prompt="a", drafter=drafter), target, None)
+    settings = writing.Generate(prompt="a", drafter=drafter)
+    writing.fit_drafter(settings, writing.read_drafter(settings), target, None)
     assert capsys.readouterr().err == ""
 
 

@@ -133,8 +133,20 @@ def test_mistakes_are_one_line(hsprod, args, says):
     assert got.stdout == ""
 
 
+@pytest.mark.parametrize("option, value, says", [("--verify-len", "xyz", "full, auto, or a number of slots, 1 to 6"), ("--verify-len", 99, "1 to 6"),
+                                                 ("--block-size", 99, "6 slots at most")])
+def test_what_is_wrong_with_a_drafter_is_said_before_the_target_is_read(hsprod, monkeypatch, folder, option, value, says):
+    monkeypatch.setattr(writing, "load", None)
+    got = hsprod("a", "--drafter", folder, option, value)
+    assert isinstance(got.exception, UserError) and says in str(got.exception)
+
+
 def settings_for(folder, **more) -> Generate:
     return Generate(prompt="a", drafter=folder, **more)
+
+
+def load_drafter(settings: Generate, target, thinking):
+    return writing.fit_drafter(settings, writing.read_drafter(settings), target, thinking)
 
 
 def test_another_contract_is_refused_and_can_be_forced(target, folder, tmp_path, capsys):
@@ -142,12 +154,12 @@ def test_another_contract_is_refused_and_can_be_forced(target, folder, tmp_path,
     drafter, _, record = checkpoint.load(folder, "cpu", torch.float32)
     checkpoint.save(path, drafter, record | {"contract": "f" * 64, "target": "somebody's"}, torch.float32)
     with pytest.raises(UserError, match="target somebody's, here tiny-dense; contract ffffffffffff, here .*--force"):
-        writing.load_drafter(settings_for(path), target, None)
-    writing.load_drafter(settings_for(path, force=True), target, None)
+        load_drafter(settings_for(path), target, None)
+    load_drafter(settings_for(path, force=True), target, None)
     assert "contract ffffffffffff" in capsys.readouterr().err
     with pytest.raises(UserError, match="contract"):
-        writing.load_drafter(settings_for(folder), target, True)      # another thinking mode is another contract
-    writing.load_drafter(settings_for(folder), target, None)
+        load_drafter(settings_for(folder), target, True)      # another thinking mode is another contract
+    load_drafter(settings_for(folder), target, None)
     assert capsys.readouterr().err == ""
 
 
@@ -164,8 +176,8 @@ def with_contract(folder, path, target, /, **change):
 def test_a_drafter_of_other_data_is_refused_naming_the_field(target, folder, tmp_path, capsys, change):
     path, [name] = with_contract(folder, tmp_path / "d", target, **change), change
     with pytest.raises(UserError, match=f"other data than this target's: {name}: [^;]* -> [^;]*; --force"):
-        writing.load_drafter(settings_for(path), target, None)
-    writing.load_drafter(settings_for(path, force=True), target, None)
+        load_drafter(settings_for(path), target, None)
+    load_drafter(settings_for(path, force=True), target, None)
     assert capsys.readouterr().err.startswith("note: ")
 
 
@@ -175,19 +187,19 @@ def test_a_drafter_of_other_data_is_refused_naming_the_field(target, folder, tmp
     (lambda v: dict(target="elsewhere"), 'target: "elsewhere" -> "tiny-dense"')])
 def test_what_moves_bits_only_is_noted(target, folder, tmp_path, capsys, change, says):
     path = with_contract(folder, tmp_path / "d", target, **change(target.contract(TAPS, None).versions))
-    writing.load_drafter(settings_for(path), target, None)
+    load_drafter(settings_for(path), target, None)
     said = capsys.readouterr().err
     assert said.startswith("note: ") and "computed otherwise than here: " + says in said and said.count("\n") == 1
 
 
 def test_another_dtype_is_not_other_weights_and_hides_none(target, folder, tmp_path, capsys):
     path = with_contract(folder, tmp_path / "d", target, dtype="bfloat16", weights=identity.weights(tiny.dense(layers=8, dtype=torch.bfloat16).model))
-    writing.load_drafter(settings_for(path), target, None)
+    load_drafter(settings_for(path), target, None)
     assert 'dtype: "bfloat16" -> "float32"\n' in capsys.readouterr().err
     other = with_contract(folder, tmp_path / "e", target, dtype="bfloat16",
                           weights=identity.weights(tiny.dense(1, layers=8, dtype=torch.bfloat16).model))
     with pytest.raises(UserError, match="weights: "):
-        writing.load_drafter(settings_for(other), target, None)
+        load_drafter(settings_for(other), target, None)
 
 
 def test_a_record_with_a_damaged_contract(target, folder, tmp_path):
@@ -196,7 +208,7 @@ def test_a_record_with_a_damaged_contract(target, folder, tmp_path):
     del record["extraction"]["taps"]
     (path / checkpoint.RECORD).write_text(json.dumps(record | {"contract": "f"}))
     with pytest.raises(UserError, match="record.json is damaged.*taps"):
-        writing.load_drafter(settings_for(path), target, None)
+        load_drafter(settings_for(path), target, None)
 
 
 @pytest.mark.parametrize("change, says", [(dict(n_layers=9), "layers 9, tiny-dense has 8"), (dict(hidden_size=128), "hidden size 128"),
@@ -206,20 +218,20 @@ def test_a_drafter_of_another_shape_is_refused_even_by_force(target, tmp_path, c
     checkpoint.save(tmp_path / "d", Drafter(shape_for(**shape, taps=TAPS, mask_token_id=2, attention="mixed"),
                                             torch.Generator().manual_seed(0)), {"contract": "f"}, torch.float32)
     with pytest.raises(UserError, match=says):
-        writing.load_drafter(settings_for(tmp_path / "d", force=True), target, None)
+        load_drafter(settings_for(tmp_path / "d", force=True), target, None)
 
 
 def test_a_released_folder_has_no_record_and_that_is_said(target, folder, tmp_path, capsys):
     drafter, config, _ = checkpoint.load(folder, "cpu", torch.float32)
     checkpoint.save(tmp_path / "d", drafter, {}, torch.float32)
     (tmp_path / "d" / checkpoint.RECORD).unlink()
-    writing.load_drafter(settings_for(tmp_path / "d"), target, None)
+    load_drafter(settings_for(tmp_path / "d"), target, None)
     assert "nothing vouches" in capsys.readouterr().err
     with pytest.raises(UserError, match=f"have {config.block_size} slots"):
-        writing.load_drafter(settings_for(folder, block_size=config.block_size + 1), target, None)
+        load_drafter(settings_for(folder, block_size=config.block_size + 1), target, None)
     (tmp_path / "d" / checkpoint.CONFIG).write_text(json.dumps({}))
     with pytest.raises(UserError, match="drafter config"):
-        writing.load_drafter(settings_for(tmp_path / "d"), target, None)
+        load_drafter(settings_for(tmp_path / "d"), target, None)
 
 
 def test_a_text_beyond_the_drafters_positions_is_refused_before_it_begins(target, folder):
