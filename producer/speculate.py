@@ -240,7 +240,7 @@ class Laps:
     measuring never makes the host wait."""
 
     def __init__(self, device: torch.device) -> None:
-        self._on_device = device.type == "cuda"                      # ROCm's name too
+        self._device, self._on_device = device, device.type == "cuda"        # ROCm's name too
         self._marks: list[tuple[str, float | torch.cuda.Event]] = []
         self.lap("")
 
@@ -248,7 +248,7 @@ class Laps:
         """What was done since the last call belongs to `part`."""
         if self._on_device:
             mark = torch.cuda.Event(enable_timing=True)
-            mark.record()
+            mark.record(torch.cuda.current_stream(self._device))     # the target's GPU need not be the current one
         else:
             mark = time.perf_counter()
         self._marks.append((part, mark))
