@@ -22,8 +22,8 @@ class Model:
     device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
     dtype: str = option("auto", "float32 or bfloat16; auto: bfloat16 on a GPU, float32 on a CPU.")
     threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
-    experts: Experts = option("auto", "What computes the experts of a mixture; part of the contract. auto: what the stream in --state-dir "
-                              "began with, else the fastest here, by stop-watch.")
+    experts: Experts = option("auto", "What computes the experts of a mixture; part of the contract. auto: the fastest here, by stop-watch; "
+                              "hsprod serve goes on with what its stream began with.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,7 +43,7 @@ def use(model: nn.Module, name: str, because: str = "") -> None:
     if not found(model):
         raise UserError(f"--experts {name}: this target has no experts to choose for; leave --experts out")
     if wrong := obstacle(model, name):
-        raise UserError(f"{because or f'--experts {name}'}: {name} cannot run here: {wrong}; choose another of {', '.join(NAMES)}")
+        raise UserError(f"{because or f'--experts {name}'}: {name} cannot run here: {wrong}; choose another of {', '.join(one for one in NAMES if one != name)}")
     model.set_experts_implementation(name)
 
 
