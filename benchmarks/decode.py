@@ -128,8 +128,8 @@ def interleaved(callables: dict[str, Callable[[list[int]], Run]], prompts: list[
 
 
 def held_out(target: Target, count: int, file: Path) -> list[list[int]]:
-    """The first `count` held-out prompts, as the target's chat template writes them."""
-    split = prompting.split(prompting.read(file), Serve.held_out, target.name)
+    """The first `count` prompts that `hsprod serve` holds out, as the target's chat template writes them."""
+    split = prompting.split(prompting.read(file), Serve.held_out, prompting.SALT)
     return [prompting.render(target.tokenizer, prompt, None) for prompt in split.held_out[:count]]
 
 
