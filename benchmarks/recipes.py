@@ -42,6 +42,7 @@ from common.files import write_whole
 from trainer import arms, config, daemon, evidence
 from trainer.batch import concat_taps, make_batch
 from trainer.optim import Optimizer, share_at
+from trainer.run import draws
 from trainer.step import train_step
 
 WINDOW = 2048                    # speculators' default
@@ -84,7 +85,7 @@ def train_ours(recording: Recording, arm: arms.Arm, recipe: config.Recipe, order
     optimizer, begin, losses = Optimizer(drafter, recipe.optimizer, recipe.lr), time.monotonic(), []
     for step, wanted in enumerate(order):
         batch = make_batch([recording.train[i] for i in wanted], shape, arm, anchors=recipe.anchors, max_tokens=recipe.max_tokens,
-                           generator=torch.Generator().manual_seed((seed << 32) + step))
+                           generators=[draws(seed, step * len(wanted) + i) for i in range(len(wanted))])
         losses.append(train_step(drafter, optimizer, recording.embedding, recording.head, batch, arm, share_at(step, len(order)))["loss"])
     tail = losses[-50:]
     return drafter, {"seconds": time.monotonic() - begin, "loss": sum(tail) / len(tail), "settings": arm.to_dict() | vars(recipe)}

@@ -76,7 +76,7 @@ def build(shape: dict, tokens: int, anchors: int, arm: str, optimizer: str, thre
     config, capture = DrafterConfig.from_json(shape), random_capture(shape, tokens)
     drafter = Drafter(config, generator=torch.Generator().manual_seed(0))
     for seed in itertools.count():
-        batch = make_batch([capture], config, arms.named(arm), anchors=anchors, max_tokens=tokens, generator=torch.Generator().manual_seed(seed))
+        batch = make_batch([capture], config, arms.named(arm), anchors=anchors, max_tokens=tokens, generators=[torch.Generator().manual_seed(seed)])
         if int(batch.supervised.sum()) == anchors * (config.block_size - 1):
             break
     held.update(drafter=drafter, optimizer=Optimizer(drafter, optimizer, 1e-3), embedding=embedding_of(shape), batch=batch,

@@ -5,6 +5,7 @@ must give the token that the producer's head gave (pitfall L3: normed twice, or 
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from common.errors import CaptureError, CorruptError, UserError
 from trainer import corruption
 from trainer.arms import Arm
 from trainer.objectives import NEEDS_TEACHER
+
 if TYPE_CHECKING:
     from trainer.inbox import Inbox
 
@@ -54,14 +56,23 @@ def concat_taps(taps: np.ndarray) -> Tensor:
 
 
 def make_batch(captures: list[Capture], config: DrafterConfig, arm: Arm, *, anchors: int, max_tokens: int,
-               generator: torch.Generator) -> Batch:
-    """Anchors are drawn sequence by sequence from `generator` (CPU), up to `anchors` each, without replacement; then, from the
-    same generator, what is masked: so arms of one seed train at the same anchors, whatever they mask and minimise."""
+               generators: Sequence[torch.Generator]) -> Batch:
+    """generators (CPU), one for each capture: up to `anchors` anchors are drawn from it without replacement, then what is masked.
+    So arms of one seed train at the same anchors, whatever they mask and minimise, and a sequence in the same way, whatever else
+    is in its batch."""
     block, lengths = config.block_size, [min(c.tokens, max_tokens) for c in captures]
-    valid = [geometry.valid_anchors(torch.from_numpy(c.loss_mask[:length])) for c, length in zip(captures, lengths)]
-    drawn = [geometry.draw_anchors(v, anchors, generator) for v in valid]
+    drawn, masks, origins = [], [], []
+    for capture, length, generator in zip(captures, lengths, generators, strict=True):
+        valid = geometry.valid_anchors(torch.from_numpy(capture.loss_mask[:length]))
+        drawn.append(geometry.draw_anchors(valid, anchors, generator))
+        masks_of, origins_of = corruption.draw(arm.corruption, len(drawn[-1]), block, generator)
+        masks.append(masks_of)
+        origins.append(origins_of)
     where = geometry.stack_anchors([*drawn, torch.tensor([geometry.PADDING])])[:-1]        # at least one block, if only padding
-    masked, origin = (x.unflatten(0, where.shape) for x in corruption.draw(arm.corruption, where.numel(), block, generator))
+    masked = torch.ones(*where.shape, block, dtype=torch.bool)                             # a padded block holds nothing but masks
+    origin = torch.ones_like(where)
+    for i, (masks_of, origins_of) in enumerate(zip(masks, origins)):
+        masked[i, :len(masks_of)], origin[i, :len(origins_of)] = masks_of, origins_of
     taps = torch.zeros(len(captures), max(lengths), len(config.taps) * config.hidden_size, dtype=torch.bfloat16)
     finals = torch.zeros(len(captures), max(lengths), config.hidden_size, dtype=torch.bfloat16) if arm.loss in NEEDS_TEACHER else None
     inputs, labels, supervised = [], [], []

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from common import service
@@ -16,20 +17,23 @@ from trainer.arms import Arm
 from trainer.batch import Samples, make_batch
 from trainer.config import Recipe
 from trainer.evals import Evals
-from trainer.optim import share_at
 from trainer.offline import Offline
+from trainer.optim import share_at
 from trainer.order import reached, sample_at
+from trainer.ranks import ALONE, Ranks
 from trainer.run import Run
 from trainer.step import train_step
 
 log = logging.getLogger("hstrain")
 ROW_EVERY = 10               # steps between rows of metrics.jsonl
 SAY_EVERY_S = 10.0
+ENOUGH = "enough"            # rank 0's word to the others that no step follows
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Recipe):
-    """Numbers of one run: the recipe of the target's size, changed by the command line, and how the stream is read."""
+    """Numbers of one run: the recipe of the target's size, changed by the command line, and how the stream is read.  sequences is
+    of all ranks together."""
 
     replay: int
     eval_every: int
@@ -49,16 +53,27 @@ class Loop:
     ended: Callable[[], bool]                # the stream is complete and all of it is in the store
     stop: service.Stop
     board: Board
+    ranks: Ranks = ALONE
     waited: float = 0.0                      # seconds without a sample to train on
     cut: int = 0                             # rows left out of sequences longer than max_tokens
     numbers: dict = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._network = self.ranks.wrap(self.run.drafter)
+
+    def follow(self) -> None:
+        """What a rank that is not the first does: its share of the steps that rank 0 decides on.  Nothing is written, and a stop
+        is rank 0's to notice."""
+        while (wanted := self.ranks.agree(None)) != ENOUGH:
+            if wanted is not None:
+                self._step(wanted)
 
     def go(self) -> None:
         """Train to the plan's last step, then wait for acceptance while there is a producer to wait for; a stop saves and returns."""
         self._began, self._from, self._said = time.monotonic(), self.run.step, 0.0
         while self.run.step < self.plan.steps and not self.stop:
             stream = self.tick()
-            wanted = self._wanted()
+            wanted = self.ranks.agree(self._wanted())
             if wanted is None:
                 self.waited += 0.2
                 self._say("waiting for samples", stream)
@@ -68,6 +83,7 @@ class Loop:
             self._say("training", stream)
             if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
                 self._checkpoint()
+        self.ranks.agree(ENOUGH)
         if self.stop:
             self.run.save()
         while self.evals.waiting and not self.evals.hopeless and not self.stop:
@@ -98,14 +114,19 @@ class Loop:
         return wanted if max(wanted) < len(self.samples) else None
 
     def _step(self, wanted: list[int]) -> None:
-        batch = make_batch([self.samples[i] for i in wanted], self.run.config, self.arm, anchors=self.plan.anchors,
-                           max_tokens=self.plan.max_tokens, generator=self.run.generator()).to(self.embedding.device)
+        """wanted: the whole step's samples, of which this rank takes its share."""
+        start, ranks = self.run.step * self.plan.sequences, self.ranks
+        positions = ranks.share(range(start, start + self.plan.sequences))
+        batch = make_batch([self.samples[i] for i in ranks.share(wanted)], self.run.config, self.arm, anchors=self.plan.anchors,
+                           max_tokens=self.plan.max_tokens, generators=self.run.generators(positions)).to(self.embedding.device)
         share = share_at(self.run.step, self.plan.steps)
-        self.numbers = train_step(self.run.drafter, self.run.optimizer, self.embedding, self.head, batch, self.arm, share)
+        self.numbers = train_step(self.run.drafter, self.run.optimizer, self.embedding, self.head, batch, self.arm, share,
+                                  ranks=ranks, network=self._network)
+        tokens, cut = ranks.total(torch.tensor([batch.tokens, batch.cut], device=self.embedding.device)).tolist()
         self.run.step += 1
-        self.run.tokens += batch.tokens
-        self.cut += batch.cut
-        if self.run.step % ROW_EVERY == 0 or self.run.step == self.plan.steps:
+        self.run.tokens += tokens
+        self.cut += cut
+        if ranks.first and (self.run.step % ROW_EVERY == 0 or self.run.step == self.plan.steps):
             self.run.metrics.write("step", self.run.step, tokens=self.run.tokens, waited_s=round(self.waited, 1), rows_cut=self.cut,
                                    samples=len(self.samples), **self.numbers)
 

@@ -6,13 +6,14 @@
     resume/        fp32 masters, optimizer state, position; replaced whole
     checkpoints/   drafters in the released format, one folder a step
 
-Randomness comes from (seed, step) alone, so there is no generator state to save.
+Randomness comes from (seed, position) alone, so there is no generator state to save.
 """
 from __future__ import annotations
 
 import hashlib
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -44,9 +45,9 @@ class Run:
         self.resumed = self._load()
         self.metrics = Metrics(folder / "metrics.jsonl")
 
-    def generator(self) -> torch.Generator:
-        """For the step that comes next."""
-        return draws(self.seed, self.step)
+    def generators(self, positions: Iterable[int]) -> list[torch.Generator]:
+        """For the sequences that are read at these positions of the run (order.py)."""
+        return [draws(self.seed, position) for position in positions]
 
     def close_stream(self, samples: int) -> None:
         files.write_whole(self.folder / "closed.json", json.dumps({"samples": samples}).encode())
@@ -83,11 +84,11 @@ class Run:
         return sorted((self.folder / "checkpoints").glob("step-*"))
 
 
-def draws(seed: int, step: int) -> torch.Generator:
-    """Anchors and masks of one step come from it: equal for every arm with this seed, others for another seed.
+def draws(seed: int, position: int) -> torch.Generator:
+    """Anchors and masks of the sequence at one position of a run: equal for every arm with this seed, others for another seed.
 
     Hashed, because torch's CPU generator looks at the low 32 bits of its seed alone: seed << 32 would be none."""
-    digest = hashlib.blake2b(f"{seed},{step}".encode(), digest_size=4).digest()
+    digest = hashlib.blake2b(f"{seed},{position}".encode(), digest_size=4).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from common.drafter import geometry, vocab
 from common.drafter.model import Drafter
@@ -13,6 +13,7 @@ from trainer.arms import Arm
 from trainer.batch import Batch
 from trainer.head import Rows, Sums, weighted_sums
 from trainer.optim import CLIP, Optimizer
+from trainer.ranks import ALONE, Ranks
 
 
 def rows_of(batch: Batch, arm: Arm, shortlist: Tensor | None = None) -> Rows:
@@ -29,8 +30,9 @@ def rows_of(batch: Batch, arm: Arm, shortlist: Tensor | None = None) -> Rows:
                 slots=slots, block_size=size, finals=finals, sources=sources, alpha=arm.alpha if arm.weights == "dpace" else None)
 
 
-def sums(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm) -> tuple[Sums, Rows]:
-    """embedding (V, H), frozen; head (V, H) or, where the drafter has a shortlist, its rows (K, H).
+def sums(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm, network: nn.Module | None = None) -> tuple[Sums, Rows]:
+    """embedding (V, H), frozen; head (V, H) or, where the drafter has a shortlist, its rows (K, H).  network: what is called for
+    the drafter where it is wrapped (Ranks.wrap).
 
     The head is applied to supervised rows alone.  Sums of several batches or ranks may be added before they are divided.
     ValueError for a head that is not the drafter's."""
@@ -38,24 +40,27 @@ def sums(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batch, arm: A
         raise ValueError(f"a head of {len(head)} tokens, the drafter's list has {None if drafter.shortlist is None else len(drafter.shortlist)}")
     size = batch.inputs.shape[2]
     block = embedding[batch.inputs].to(drafter.fc.weight.dtype).flatten(1, 2)
-    hidden = drafter(block, batch.anchors, batch.taps).unflatten(1, (-1, size))
+    hidden = (network or drafter)(block, batch.anchors, batch.taps).unflatten(1, (-1, size))
     rows = rows_of(batch, arm, drafter.shortlist)
     return weighted_sums(hidden[batch.supervised], head, rows, arm.loss), rows
 
 
 def train_step(drafter: Drafter, optimizer: Optimizer, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm,
-               share: float) -> dict[str, float]:
-    """share of the peak learning rate.  Returns loss, its denominator, grad_norm, lr_share, and what Measured has."""
+               share: float, *, ranks: Ranks = ALONE, network: nn.Module | None = None) -> dict[str, float]:
+    """share of the peak learning rate.  Returns loss, its denominator, grad_norm, lr_share, and what Measured has.
+
+    Over several ranks loss, denominator and norm are of all shares, what Measured has of this rank's."""
     device = drafter.fc.weight.device
     with torch.autocast(device.type, torch.bfloat16, enabled=device.type != "cpu"):
-        made, rows = sums(drafter, embedding, head, batch, arm)
-    loss = made.numerator / made.denominator.clamp_min(1e-9)                  # the one division: objectives.DENOMINATOR
-    loss.backward()
+        made, rows = sums(drafter, embedding, head, batch, arm, network)
+    denominator = ranks.total(made.denominator).clamp_min(1e-9)               # the one division: objectives.DENOMINATOR
+    (made.numerator * ranks.world / denominator).backward()                   # gradients are averaged over ranks, not summed
+    loss = ranks.total(made.numerator) / denominator
     norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), CLIP)
     if not torch.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm.item()} (loss {loss.item()})")
     optimizer.step(share)
-    return {"loss": loss.item(), "denominator": made.denominator.item(), "grad_norm": norm.item(), "lr_share": share,
+    return {"loss": loss.item(), "denominator": denominator.item(), "grad_norm": norm.item(), "lr_share": share,
             **measured(made, rows)._asdict()}
 
 

@@ -8,9 +8,10 @@ import torch
 from common.capture import Capture, from_bf16, to_bf16
 from common.drafter import geometry
 from common.errors import CaptureError, CorruptError, UserError
+from tests.trainer.small import HIDDEN, MASK, TAPS, VOCAB, captures, config
 from trainer.arms import ARMS
 from trainer.batch import Samples, bf16, check_probes, concat_taps, make_batch
-from tests.trainer.small import HIDDEN, MASK, TAPS, VOCAB, captures, config
+from trainer.run import draws
 
 
 def numbered(tokens: int, answer: int) -> Capture:
@@ -22,7 +23,7 @@ def numbered(tokens: int, answer: int) -> Capture:
 
 
 def test_row_t_of_every_array_is_token_t():
-    batch = make_batch([numbered(12, 4), numbered(7, 2)], config(), ARMS["ce_causal"], anchors=50, max_tokens=100, generator=torch.Generator().manual_seed(0))
+    batch = make_batch([numbered(12, 4), numbered(7, 2)], config(), ARMS["ce_causal"], anchors=50, max_tokens=100, generators=[draws(0, i) for i in range(2)])
     assert batch.taps.shape == (2, 12, 2 * HIDDEN) and batch.tokens == 19 and batch.cut == 0
     for row in range(12):
         assert (batch.taps[0, row, :HIDDEN] == row).all() and (batch.taps[0, row, HIDDEN:] == 10 + row).all()
@@ -38,12 +39,12 @@ def test_row_t_of_every_array_is_token_t():
 
 
 def test_texts_without_a_valid_anchor_give_padding_alone():
-    batch = make_batch([numbered(5, 4), numbered(3, 2)], config(), ARMS["ce_causal"], anchors=4, max_tokens=100, generator=torch.Generator())
+    batch = make_batch([numbered(5, 4), numbered(3, 2)], config(), ARMS["ce_causal"], anchors=4, max_tokens=100, generators=[draws(0, i) for i in range(2)])
     assert batch.anchors.tolist() == [[geometry.PADDING], [geometry.PADDING]] and not batch.supervised.any()
 
 
 def test_what_is_longer_than_the_limit_is_cut_and_counted():
-    batch = make_batch([numbered(12, 4), numbered(7, 2)], config(), ARMS["ce_causal"], anchors=50, max_tokens=9, generator=torch.Generator())
+    batch = make_batch([numbered(12, 4), numbered(7, 2)], config(), ARMS["ce_causal"], anchors=50, max_tokens=9, generators=[draws(0, i) for i in range(2)])
     assert batch.cut == 3 and batch.tokens == 16 and batch.taps.shape[1] == 9
     assert batch.labels[batch.supervised].max() == 8, "no label from behind the cut"
 

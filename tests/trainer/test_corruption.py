@@ -4,22 +4,24 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.drafter import geometry
+from tests.trainer.small import HIDDEN, MASK, captures, config
+from tests.trainer.test_batch import numbered
 from trainer import corruption
 from trainer.arms import ARMS
 from trainer.batch import make_batch
+from trainer.run import draws
 from trainer.step import rows_of
-from tests.trainer.small import HIDDEN, MASK, captures, config
-from tests.trainer.test_batch import numbered
 
 BLOCK = 4
 
 
 def batch_of(arm: str, made=None, *, seed: int = 0, anchors: int = 50):
-    return make_batch(made or [numbered(22, 4), numbered(7, 2)], config(), ARMS[arm], anchors=anchors, max_tokens=100,
-                      generator=torch.Generator().manual_seed(seed))
+    made = made or [numbered(22, 4), numbered(7, 2)]
+    return make_batch(made, config(), ARMS[arm], anchors=anchors, max_tokens=100, generators=[draws(seed, i) for i in range(len(made))])
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -112,7 +114,7 @@ def test_a_canary_behind_the_anchor_reaches_no_block():
     from common.drafter.model import Drafter
     drafter = Drafter(config(), torch.Generator().manual_seed(0))
     made = captures(1, seed=3)[0]
-    batch = make_batch([made], config(), ARMS["ce_causal"], anchors=50, max_tokens=100, generator=torch.Generator().manual_seed(0))
+    batch = make_batch([made], config(), ARMS["ce_causal"], anchors=50, max_tokens=100, generators=[draws(0, i) for i in range(1)])
     embedding = torch.randn(24, HIDDEN, generator=torch.Generator().manual_seed(1))
 
     def out(taps):

@@ -8,12 +8,13 @@ import torch
 from common import metrics
 from common.drafter import acceptance, checkpoint, vocab
 from common.errors import CorruptError, UserError
+from tests.trainer.small import HIDDEN, VOCAB, Listed, captures, config, loop
 from trainer import shortlist
 from trainer.arms import ARMS, changed
 from trainer.batch import concat_taps, make_batch
 from trainer.offline import Offline
+from trainer.run import draws
 from trainer.step import rows_of, sums
-from tests.trainer.small import HIDDEN, VOCAB, captures, config, loop
 
 TEXTS = captures(20)
 SIZE = 8
@@ -49,9 +50,24 @@ def test_samples_held_aside_are_judged_on_and_not_counted():
     assert 22 not in made["ids"] and made["coverage"] < 0.1
 
 
+def test_the_first_samples_are_those_that_hold_enough_tokens_however_the_stream_grows(monkeypatch):
+    lengths = [int(c.loss_mask.sum()) for c in TEXTS]
+    monkeypatch.setattr(shortlist, "TOKENS", sum(lengths[:7]))
+    grown = Listed()
+    first = shortlist.First(grown)
+    for i, capture in enumerate(TEXTS):
+        grown.append(capture)
+        assert first.enough() == (i >= 6)
+    assert [len(ids) for ids, _ in first.texts] == [c.tokens for c in TEXTS[:7]]
+    whole = shortlist.First(Listed(TEXTS))
+    assert whole.enough() and len(whole.texts) == 7
+
+
 def started(folder, *, steps: int = 5, samples=TEXTS, arm: str = "ce_causal", **over):
     made = loop(folder, steps=steps, samples=list(samples), arm=arm, **over)
-    shortlist.settle(made.run, SIZE, made.samples)
+    first = shortlist.First(made.samples)
+    first.enough()
+    shortlist.settle(made.run, SIZE, first)
     made.head = shortlist.head_of(made.head, made.run.drafter.shortlist)
     made.offline = Offline(made.run, made.samples, made.embedding, made.head, max_tokens=64)
     return made
@@ -66,7 +82,7 @@ def test_a_resumed_run_reads_its_list_back_whatever_the_store_holds_by_then(tmp_
     [row] = metrics.read(tmp_path / "run" / "metrics.jsonl", "shortlist")
     assert row["size"] == SIZE and row["counted_samples"] == 16
     with pytest.raises(UserError, match="holds 8 tokens"):
-        shortlist.settle(again.run, SIZE + 1, again.samples)
+        shortlist.settle(again.run, SIZE + 1, shortlist.First(again.samples))
     (tmp_path / "run" / shortlist.FILE).unlink()
     with pytest.raises(UserError, match="shortlist.json is gone"):
         started(tmp_path / "run")
@@ -87,7 +103,7 @@ def test_a_run_trains_on_its_list_and_counts_what_is_outside(tmp_path, arm):
 
 def test_labels_are_places_in_the_list():
     ids, arm = torch.tensor([1, 2, 5, 9]), ARMS["ce_causal"]
-    batch = make_batch(TEXTS[:3], config(), arm, anchors=9, max_tokens=64, generator=torch.Generator().manual_seed(0))
+    batch = make_batch(TEXTS[:3], config(), arm, anchors=9, max_tokens=64, generators=[draws(0, i) for i in range(3)])
     whole, cut = rows_of(batch, arm).labels.tolist(), rows_of(batch, arm, ids).labels.tolist()
     assert cut == [ids.tolist().index(t) if t in ids else vocab.OUTSIDE for t in whole] and len(set(cut)) == 5
 
@@ -123,7 +139,7 @@ def test_a_simulated_walk_drafts_from_the_list(tmp_path):
 
 def test_a_head_that_is_not_the_drafters_is_refused(tmp_path):
     made = started(tmp_path / "run")
-    batch = make_batch(TEXTS[:2], made.run.config, made.arm, anchors=3, max_tokens=64, generator=torch.Generator())
+    batch = make_batch(TEXTS[:2], made.run.config, made.arm, anchors=3, max_tokens=64, generators=[draws(0, i) for i in range(2)])
     with pytest.raises(ValueError, match="a head of 24 tokens, the drafter's list has 8"):
         sums(made.run.drafter, made.embedding, made.embedding, batch, made.arm)
     with pytest.raises(ValueError, match="a head of 24 tokens for a drafter of 8"):
