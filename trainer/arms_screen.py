@@ -11,9 +11,11 @@ from rich.text import Text
 from trainer.arms import ARMS, Arm, differences, option_of
 
 COLUMNS = {"loss": "loss", "attention": "in block", "corruption": "masked", "weights": "weights"}       # field: heading
-LEGEND = ("in block: the slots of its block that a slot sees: up to its own (causal), all (bidi), or as the layer slides or not (mixed). masked: "
-          "all but the known token (full), a random share (uniform), all from a random slot on (prefix). hstrain run --arm NAME trains one; "
-          "--loss, --attention, --corruption, --weights, --gamma, --alpha, --all-sliding, --draft-vocab and --block-size make another of it.")
+LEGEND = (
+    "in block: the slots of its block that a slot sees: up to its own (causal), all (bidi), or as the layer slides or not (mixed). "
+    "masked: all but the known token (full), a random share (uniform), all from a random slot on (prefix). hstrain run --arm NAME "
+    "trains one; --loss, --attention, --corruption, --weights, --gamma, --alpha, --all-sliding, --draft-vocab and --block-size make "
+    "another of it.")
 
 
 def show() -> None:

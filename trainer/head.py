@@ -6,7 +6,8 @@ logits are made per piece, too, by the same head.  Pieces are cut between blocks
 its whole block.  `dense` is the plain twin; a test holds them equal for every loss and every kind of weights.
 
 Memory above inputs and outputs: gradients.MOST_COPIES x PIECE_BYTES, and half as much again where the head is bf16 (operands
-of its products); on a CPU, where a loss works in tiles, no more than two of these copies, one without a teacher.  A block of more than PIECE_BYTES is a piece of its own."""
+of its products); on a CPU, where a loss works in tiles, no more than two of these copies, one without a teacher.  A block of
+more than PIECE_BYTES is a piece of its own."""
 from __future__ import annotations
 
 import dataclasses

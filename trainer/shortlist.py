@@ -81,7 +81,10 @@ def choose(texts: Sequence[Text], vocab_size: int, size: int) -> dict:
         raise UserError(f"--draft-vocab {size}: the target has {vocab_size} tokens; leave it out to draft all of them")
     last, aside = len(texts) - len(texts) // JUDGED, {order.aside_index(n) for n in range(order.aside(len(texts)))}
     judge = [i >= last or i in aside for i in range(len(texts))]
-    counts, judged = (vocab.count((ids[mask] for (ids, mask), judges in zip(texts, judge) if judges == which), vocab_size) for which in (False, True))
+    counts, judged = (vocab.count((ids[mask] for (ids, mask), judges in zip(texts, judge) if judges == which), vocab_size)
+                      for which in (False, True))
+    if not counts.any():
+        raise UserError(f"--draft-vocab {size}: no token of the first {len(texts)} samples is supervised, so there is nothing to count")
     ids = vocab.shortlist(counts, size)
     return {"ids": ids.tolist(), "size": size, "seen": int((counts[ids] > 0).sum()), "counted_samples": len(texts) - sum(judge),
             "counted_tokens": int(counts.sum()), "judged_samples": sum(judge), "judged_tokens": int(judged.sum()),
@@ -90,10 +93,12 @@ def choose(texts: Sequence[Text], vocab_size: int, size: int) -> dict:
 
 def line(facts: dict) -> str:
     """What is said of a list, its coverage above all."""
-    covers = "no other sample to judge it on" if facts["coverage"] is None else (
-        f"covers {facts['coverage']:.2%} of {facts['judged_tokens']:,} tokens in {facts['judged_samples']} samples that were not counted")
-    return (f"draft vocabulary: {facts['size']:,} tokens, the commonest among {facts['counted_tokens']:,} of {facts['counted_samples']} first samples "
-            f"({facts['seen']:,} stand there at all); {covers}")
+    covers = "no other sample to judge it on"
+    if facts["coverage"] is not None:
+        covers = (f"covers {facts['coverage']:.2%} of {facts['judged_tokens']:,} tokens in {facts['judged_samples']} samples that were "
+                  "not counted")
+    return (f"draft vocabulary: {facts['size']:,} tokens, the commonest among {facts['counted_tokens']:,} of {facts['counted_samples']} "
+            f"first samples ({facts['seen']:,} stand there at all); {covers}")
 
 
 def head_of(head: Tensor, shortlist: Tensor | None) -> Tensor:

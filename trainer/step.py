@@ -36,8 +36,8 @@ def sums(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batch, arm: A
 
     The head is applied to supervised rows alone.  Sums of several batches or ranks may be added before they are divided.
     ValueError for a head that is not the drafter's."""
-    if len(head) != len(embedding if drafter.shortlist is None else drafter.shortlist):
-        raise ValueError(f"a head of {len(head)} tokens, the drafter's list has {None if drafter.shortlist is None else len(drafter.shortlist)}")
+    if len(head) != (drafted := len(embedding if drafter.shortlist is None else drafter.shortlist)):
+        raise ValueError(f"a head of {len(head)} tokens for a drafter of {drafted}")
     size = batch.inputs.shape[2]
     block = embedding[batch.inputs].to(drafter.fc.weight.dtype).flatten(1, 2)
     hidden = (network or drafter)(block, batch.anchors, batch.taps).unflatten(1, (-1, size))

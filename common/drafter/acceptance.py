@@ -68,9 +68,10 @@ def simulate(drafter: Drafter, embed: Callable[[Tensor], Tensor], head: Callable
              start: int, *, limit: int | None = None, chunk: int = 32) -> list[int]:
     """Draft at every anchor of one greedy text from its captured taps; the text's own tokens are the target's argmax.
 
-    ids (T,), taps (T, K*H); embed: ids -> (..., H); head: (..., H) -> logits, of the drafter's shortlist where it has
-    one.  start: first anchor (the first decoded token's position).  limit: tokens at which the loop would have ended the text, T (default) unless a stop token ended
-    it sooner; it decides how many slots the last blocks had.  chunk: anchors at a time (logits of chunk * B rows).
+    ids (T,), taps (T, K*H); embed: ids -> (..., H); head: (..., H) -> logits, of the drafter's shortlist where
+    it has one.  start: first anchor (the first decoded token's position).  limit: tokens at which the loop would have
+    ended the text, T (default) unless a stop token ended it sooner; it decides how many slots the last blocks had.
+    chunk: anchors at a time (logits of chunk * B rows).
     Returns accepted_at (T,): agreeing tokens as far as the text goes; UNKNOWN before start and at the last position."""
     tokens, block_size = len(ids), drafter.config.block_size
     limit = tokens if limit is None else limit

@@ -37,6 +37,8 @@ def test_the_list_is_the_commonest_supervised_tokens_of_the_first_samples_judged
     assert f"covers {made['coverage']:.2%} of" in shortlist.line(made) and "not counted" in shortlist.line(made)
     alone = shortlist.choose(texts_of(TEXTS[:4]), VOCAB, SIZE)
     assert alone["coverage"] is None and "no other sample" in shortlist.line(alone)
+    with pytest.raises(UserError, match="no token of the first 1 samples is supervised"):
+        shortlist.choose([(TEXTS[0].ids, np.zeros_like(TEXTS[0].loss_mask))], VOCAB, SIZE)
     with pytest.raises(UserError, match=f"--draft-vocab {VOCAB}: the target has {VOCAB} tokens"):
         shortlist.choose(texts_of(TEXTS), VOCAB, VOCAB)
 
@@ -140,7 +142,7 @@ def test_a_simulated_walk_drafts_from_the_list(tmp_path):
 def test_a_head_that_is_not_the_drafters_is_refused(tmp_path):
     made = started(tmp_path / "run")
     batch = make_batch(TEXTS[:2], made.run.config, made.arm, anchors=3, max_tokens=64, generators=[draws(0, i) for i in range(2)])
-    with pytest.raises(ValueError, match="a head of 24 tokens, the drafter's list has 8"):
+    with pytest.raises(ValueError, match="a head of 24 tokens for a drafter of 8"):
         sums(made.run.drafter, made.embedding, made.embedding, batch, made.arm)
     with pytest.raises(ValueError, match="a head of 24 tokens for a drafter of 8"):
         acceptance.simulate(made.run.drafter, lambda t: made.embedding[t], lambda y: y @ made.embedding.T, torch.from_numpy(TEXTS[0].ids).long(),
