@@ -7,10 +7,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from common.capture import Capture
@@ -152,3 +154,10 @@ class Samples:
         while self._held > self._keep and len(self._kept) > 1:
             self._held -= self._kept.popitem(last=False)[1].taps.nbytes
         return sample.capture
+
+
+def load_weights(assets: dict[str, Path], device: torch.device) -> tuple[Tensor, Tensor]:
+    """embedding, head (V, H) on the device, bf16 on a GPU and fp32 on a CPU; one tensor where no lm_head is offered (tied)."""
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    embedding, head = (load_file(assets[name])["weight"].to(device, dtype) if name in assets else None for name in ("embedding", "lm_head"))
+    return embedding, embedding if head is None else head

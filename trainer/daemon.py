@@ -8,10 +8,10 @@ import math
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from common import device as devices, files, service
@@ -23,9 +23,9 @@ from common.errors import UserError
 from common.status import Board
 from common.version import versions
 from protocol.events import LinkDown, LinkUp, ReportArrived
-from trainer import arms, config, objectives, order, shortlist
+from trainer import arms, config, following, objectives, order, ranks as ranks_of, shortlist
 from trainer.arms import Arm
-from trainer.batch import Samples
+from trainer.batch import Samples, load_weights
 from trainer.evals import Evals
 from trainer.inbox import Inbox
 from trainer.loop import Loop, Plan
@@ -38,50 +38,85 @@ FIT_SAMPLES = 4              # first samples that a fresh drafter's scales, and 
 LOCK_PATIENCE_S = 20.0       # a run that was just told to stop is saving
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A run that can begin, or go on."""
+
+    run: Run
+    plan: Plan
+    samples: Samples
+    embedding: Tensor
+    head: Tensor                 # the rows that are drafted with
+    work: following.Work
+
+
 def run(settings: config.Run, stop: service.Stop) -> None:
     stop.begin()
     if settings.threads:
         torch.set_num_threads(settings.threads)
-    arm, device = arms.overridden(settings.arm, settings), devices.named(settings.device)
+    arm = arms.overridden(settings.arm, settings)
     folder = settings.run_dir or settings.state_dir / "runs" / f"{arm.name}-s{settings.seed}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}", folder.name):
         raise UserError(f"--run-dir {folder}: its last part names the run on the wire; use up to 32 letters, digits and . _ : -")
     files.usable(settings.state_dir, "--state-dir")
+    ranks, device = ranks_of.begin(devices.named(settings.device))
+    if ranks.first:
+        lead(settings, arm, folder, ranks, device, stop)
+    else:
+        following.follow(folder, arm, settings.seed, ranks, device)
+    ranks.close()
+
+
+def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, device: torch.device, stop: service.Stop) -> None:
+    """The one process of a run, or the first of its ranks: receives, decides, writes, is watched."""
     board = Board(settings.state_dir / "status" / f"{folder.name}.json")
     service.notify(READY="1")
     with files.held(folder, "--run-dir", LOCK_PATIENCE_S), source(settings, folder.name) as inbox:
         def say(doing: str) -> None:
             board.show({"doing": doing, "stream": inbox.line(), "run": str(folder)}, time.time())
             service.notify(STATUS=f"{doing}; {inbox.line()}", WATCHDOG="1")
-        ready = inbox.wait(stop, say)
+        ready = prepare(settings, arm, folder, device, inbox, ranks.world, stop, say)
+        ranks.agree(ready and ready.work)
         if ready is None:
             return
-        contract, assets = ready
-        embedding, head = load_weights(assets, device)
-        samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at)
-        first = shortlist.First(samples) if arm.draft_vocab else None
-        enough = [lambda: len(samples) >= FIT_SAMPLES, *([first.enough] if first else [])]
-        if not wait_for_samples(lambda: all(holds() for holds in enough), samples, inbox, stop, say):
-            return
-        shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples)
-        made = Run(folder, identity(settings, arm, contract, shape, plan, inbox.store.stream), shape, seed=settings.seed,
-                   optimizer=plan.optimizer, lr=plan.lr, device=device)
-        settle_end(made, inbox, settings)
-        if not made.resumed:
-            fit(made, samples)
-        if first:
-            shortlist.settle(made, arm.draft_vocab, first)
-            head = shortlist.head_of(head, made.drafter.shortlist)
-        log.info("run %s: arm %s, seed %d, %s at step %d of %d", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun",
-                 made.step, plan.steps)
-        evals = Evals(made, inbox, dtype=contract.dtype, every=settings.eval_all)
-        offline = Offline(made, samples, embedding, head, max_tokens=plan.max_tokens)
-        Loop(arm=arm, plan=plan, run=made, samples=samples, embedding=embedding, head=head, evals=evals, offline=offline,
-             tick=lambda: tick(inbox, evals), ended=inbox.complete, stop=stop, board=board).go()
+        made, plan = ready.run, ready.plan
+        log.info("run %s: arm %s, seed %d, %s at step %d of %d%s", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun",
+                 made.step, plan.steps, f", {ranks.world} ranks" if ranks.world > 1 else "")
+        evals = Evals(made, inbox, dtype=ready.work.contract.dtype, every=settings.eval_all)
+        offline = Offline(made, ready.samples, ready.embedding, ready.head, max_tokens=plan.max_tokens)
+        Loop(arm=arm, plan=plan, run=made, samples=ready.samples, embedding=ready.embedding, head=ready.head, evals=evals, offline=offline,
+             tick=lambda: tick(inbox, evals), ended=inbox.complete, stop=stop, board=board, ranks=ranks).go()
     log.info("stopped" if stop else "done")
     if not stop and (left := evals.queue):
         log.warning("real acceptance of %s was not measured: no producer %s; the same command with --producer ADDRESS has it measured",
                     ", ".join(path.name for path in left), "answered" if settings.producer else "was named")
+
+
+def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, inbox: Inbox | Stored, world: int, stop: service.Stop,
+            say: Callable[[str], None]) -> Ready | None:
+    """Wait for what a run needs to begin; None where the daemon is to stop first."""
+    arrived = inbox.wait(stop, say)
+    if arrived is None:
+        return None
+    contract, assets = arrived
+    embedding, head = load_weights(assets, device)
+    samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at)
+    first = shortlist.First(samples) if arm.draft_vocab else None
+    enough = [lambda: len(samples) >= FIT_SAMPLES, *([first.enough] if first else [])]
+    if not wait_for_samples(lambda: all(holds() for holds in enough), samples, inbox, stop, say):
+        return None
+    shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples, world)
+    what = identity(settings, arm, contract, shape, plan, inbox.store.stream)
+    made = Run(folder, what, shape, seed=settings.seed, optimizer=plan.optimizer, lr=plan.lr, device=device)
+    settle_end(made, inbox, settings)
+    if not made.resumed:
+        fit(made, samples)
+    if first:
+        shortlist.settle(made, arm.draft_vocab, first)
+    listed = made.drafter.shortlist
+    work = following.Work(store=inbox.store.folder, assets=assets, contract=contract, shape=shape, plan=plan, identity=what,
+                          shortlist=None if listed is None else listed.cpu())
+    return Ready(made, plan, samples, embedding, shortlist.head_of(head, listed), work)
 
 
 def source(settings: config.Run, run_name: str) -> Inbox | Stored:
@@ -125,22 +160,17 @@ def wait_for_samples(enough: Callable[[], bool], samples: Samples, inbox: Inbox 
     return False
 
 
-def load_weights(assets: dict[str, Path], device: torch.device) -> tuple[Tensor, Tensor]:
-    """embedding, head (V, H) on the device, bf16 on a GPU and fp32 on a CPU; one tensor where no lm_head is offered (tied)."""
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    embedding, head = (load_file(assets[name])["weight"].to(device, dtype) if name in assets else None for name in ("embedding", "lm_head"))
-    return embedding, embedding if head is None else head
-
-
 def shape_of(settings: config.Run, arm: Arm, contract: ExtractionContract) -> DrafterConfig:
     given = {"num_hidden_layers": settings.layers, "block_size": arm.block_size, "sliding_window": settings.window}
     return shape_for(contract.hidden_size, contract.vocab_size, contract.n_layers, contract.taps, contract.mask_token_id, arm.attention,
                      all_sliding=arm.all_sliding, **{name: value for name, value in given.items() if value is not None})
 
 
-def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples) -> Plan:
+def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples, world: int) -> Plan:
+    """world: ranks, each of which takes --sequences a step."""
     chosen = dataclasses.asdict(config.recipe_for(contract.hidden_size))
     chosen |= {name: value for name in chosen if (value := getattr(settings, name)) is not None}
+    chosen["sequences"] *= world
     if settings.tokens is not None:
         lengths = [min(samples[i].tokens, chosen["max_tokens"]) for i in range(min(FIT_SAMPLES, len(samples)))]
         chosen["steps"] = math.ceil(settings.tokens / (chosen["sequences"] * sum(lengths) / len(lengths)))

@@ -64,7 +64,9 @@ class Ranks:
         return drafter if self.world == 1 else DistributedDataParallel(drafter)
 
     def close(self) -> None:
+        """Together: one that goes while another still listens aborts it.  Not after a fault, when the process ends anyway."""
         if self.world > 1:
+            dist.barrier()
             dist.destroy_process_group()
 
 
