@@ -88,13 +88,17 @@ def layout(anchors: Tensor, block_size: int, context: int) -> tuple[Tensor, Tens
 
 def visible(query_positions: Tensor, query_blocks: Tensor, key_positions: Tensor, key_blocks: Tensor,
             causal: bool, window: int | None) -> Tensor:
-    """The one visibility rule (DESIGN convention 3): may the query see the key?
+    """sees of each query and each key: query_positions, query_blocks (..., Q), key_positions, key_blocks (..., K) integers
+    -> (..., Q, K) bool."""
+    return sees(query_positions[..., :, None], query_blocks[..., :, None], key_positions[..., None, :], key_blocks[..., None, :], causal, window)
 
-    query_positions, query_blocks (..., Q) and key_positions, key_blocks (..., K) integers -> (..., Q, K) bool.
-    Blocks are named by their anchor; key_blocks is CONTEXT for a context row, which is seen strictly before the anchor.
+
+def sees(q: Tensor, anchor: Tensor, k: Tensor, block: Tensor, causal: bool, window: int | None) -> Tensor:
+    """The one visibility rule (DESIGN convention 3): may the query see the key?  Integers that broadcast together -> bool.
+
+    q, k positions; anchor the query's block and block the key's, blocks being named by their anchor (block_names); the key's is
+    CONTEXT for a context row, which is seen strictly before the anchor.
     causal: no later slot of the own block; window W: distance below W, both ways where not causal."""
-    q, k = query_positions[..., :, None], key_positions[..., None, :]
-    anchor, block = query_blocks[..., :, None], key_blocks[..., None, :]
     seen = torch.where(block == CONTEXT, k < anchor, block == anchor)
     if causal:
         seen = seen & (k <= q)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from common.drafter.config import DrafterConfig
 
 Rope = tuple[Tensor, Tensor]        # cos, sin: (..., L, head_dim / 2) fp32, for rows at L positions
-Join = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]         # q, and the block's own k and v -> as q
 
 
 def rope_tables(positions: Tensor, head_dim: int, theta: float) -> Rope:
@@ -30,9 +30,7 @@ def rotate(x: Tensor, rope: Rope) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """q (b, heads, Q, d), k and v (b, kv_heads, K, d), mask bool or additive, broadcast over (b, 1, Q, K) -> (b, heads, Q, d).
-
-    The dense twin; a block-sparse backend goes here and must be held equal to it."""
+    """q (b, heads, Q, d), k and v (b, kv_heads, K, d), mask bool or additive, broadcast over (b, 1, Q, K) -> (b, heads, Q, d)."""
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=q.shape[-1] ** -0.5, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -65,9 +63,10 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
         return k.transpose(1, 2), self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
-    def forward(self, x: Tensor, rope: Rope, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        k, v = self.keys_values(x, rope)
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
-        return self.o_proj(attend(q.transpose(1, 2), k, v, mask).transpose(1, 2).flatten(-2))
+        return self.o_proj(attend(q.transpose(1, 2), k, v).transpose(1, 2).flatten(-2))
 
 
 class MLP(nn.Module):
@@ -89,9 +88,7 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, x: Tensor, rope: Rope, join: Join, mask: Tensor | None) -> Tensor:
-        """x (b, Q, H) block states; join puts this layer's context keys and values before the block's own."""
-        h = self.input_layernorm(x)
-        k, v = join(*self.self_attn.keys_values(h, rope))
-        x = x + self.self_attn(h, rope, k, v, mask)
+    def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
+        """x (b, Q, H) block states; attend knows this layer's context and its visibility."""
+        x = x + self.self_attn(self.input_layernorm(x), rope, attend)
         return x + self.mlp(self.post_attention_layernorm(x))

@@ -10,13 +10,16 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from common.drafter import geometry
+from common.drafter import attention, geometry
 from common.drafter.cache import ContextCache
 from common.drafter.config import DrafterConfig
-from common.drafter.layers import Layer, RMSNorm, rope_tables
+from common.drafter.layers import Layer, RMSNorm, attend, rope_tables
 
 INIT_STD = 0.02
+SAVED = 54                     # bytes that one layer keeps for the backward, for each number of its block states (bf16 autocast)
+MOST_SAVED = 2 << 30           # bytes; layers that would keep more together are run again in the backward
 Context = list[tuple[Tensor, Tensor]]          # per layer: keys and values of the context rows, (b, kv_heads, S, d)
 
 
@@ -25,9 +28,11 @@ class Drafter(nn.Module):
     them: a drafter that was never initialised cannot run.
 
     shortlist: (K,) int64 ascending, the only tokens it is trained to draft, so that it goes with those rows of the head;
-    None: all of them.  No weight: it travels beside them (checkpoint.SHORTLIST)."""
+    None: all of them.  No weight: it travels beside them (checkpoint.SHORTLIST).
+    way: how many blocks attend at once (attention.Way); None: by the device."""
 
     shortlist: Tensor | None
+    way: attention.Way | None = None
 
     def __init__(self, config: DrafterConfig, generator: torch.Generator | None = None) -> None:
         super().__init__()
@@ -70,12 +75,13 @@ class Drafter(nn.Module):
         slots, remainder = divmod(block.shape[1], anchors.shape[1])
         if remainder or not 1 <= slots <= self.config.block_size:
             raise ValueError(f"{block.shape[1]} slots for {anchors.shape[1]} blocks of at most {self.config.block_size}")
-        layout = geometry.layout(anchors, slots, context[0][0].shape[2])
-        masks = {rule: geometry.visible(*layout, *rule)[:, None] for rule in set(self.rules)}
-        rope = self._rope(layout[0])
+        ways = attention.ways(self.way or attention.way_for(block.device), anchors, slots, context[0][0].shape[2], self.rules)
+        rope = self._rope(geometry.block_positions(anchors, slots).flatten(-2))
         x = block.to(self.norm.weight.dtype)                     # the residual stream: fp32 under autocast
+        again = torch.is_grad_enabled() and len(self.layers) * x.numel() * SAVED > MOST_SAVED
         for layer, rule, rows in zip(self.layers, self.rules, context, strict=True):
-            x = layer(x, rope, partial(_append, rows), masks[rule])
+            seen = partial(ways[rule], rows)
+            x = checkpoint(layer, x, rope, seen, use_reentrant=False) if again else layer(x, rope, seen)
         return self.norm(x)
 
     @torch.no_grad()
@@ -96,8 +102,7 @@ class Drafter(nn.Module):
         rope = cache.rope(slots)
         x = block[None].to(self.norm.weight.dtype)
         for index, (layer, rule) in enumerate(zip(self.layers, self.rules, strict=True)):
-            first, mask = views[rule]
-            x = layer(x, rope, partial(cache.joined, index, first), mask)
+            x = layer(x, rope, partial(_attend_cached, cache, index, *views[rule]))
         return self.norm(x)[0]
 
     def _keys_values(self, taps: Tensor, rope: tuple[Tensor, Tensor]) -> Context:
@@ -110,8 +115,8 @@ class Drafter(nn.Module):
         return rope_tables(positions, self.config.head_dim, self.config.rope_theta)
 
 
-def _append(rows: tuple[Tensor, Tensor], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return torch.cat([rows[0], k], 2), torch.cat([rows[1], v], 2)
+def _attend_cached(cache: ContextCache, layer: int, first: int, mask: Tensor | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return attend(q, *cache.joined(layer, first, k, v), mask)
 
 
 @torch.no_grad()
