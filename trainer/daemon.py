@@ -108,13 +108,14 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
     shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples, world)
     what = identity(settings, arm, contract, shape, plan, inbox.store.stream)
     made = Run(folder, what, shape, seed=settings.seed, optimizer=plan.optimizer, lr=plan.lr, device=device)
+    made.drafter.way = None if settings.attend == "auto" else settings.attend
     settle_end(made, inbox, settings)
     if not made.resumed:
         fit(made, samples)
     if first:
         shortlist.settle(made, arm.draft_vocab, first)
     listed = made.drafter.shortlist
-    work = following.Work(store=inbox.store.folder, assets=assets, contract=contract, shape=shape, plan=plan, identity=what,
+    work = following.Work(store=inbox.store.folder, assets=assets, contract=contract, shape=shape, plan=plan, identity=what, way=made.drafter.way,
                           shortlist=None if listed is None else listed.cpu())
     return Ready(made, plan, samples, embedding, shortlist.head_of(head, listed), work)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from common import service
 from common.contract import ExtractionContract
+from common.drafter.attention import Way
 from common.drafter.config import DrafterConfig
 from protocol.store import SampleStore
 from trainer.arms import Arm
@@ -33,6 +34,7 @@ class Work:
     shape: DrafterConfig
     plan: Plan
     identity: dict                   # of run.json, before a shortlist is added
+    way: Way | None                  # how blocks attend
     shortlist: Tensor | None
 
 
@@ -45,6 +47,7 @@ def follow(folder: Path, arm: Arm, seed: int, ranks: Ranks, device: torch.device
     with SampleStore(work.store, readonly=True) as store:
         samples = Samples(SimpleNamespace(store=store), head, contract=work.contract.hash, mask_token_id=work.contract.mask_token_id)
         made = Run(folder, work.identity, work.shape, seed=seed, optimizer=work.plan.optimizer, lr=work.plan.lr, device=device)
+        made.drafter.way = work.way
         if work.shortlist is not None:
             made.drafter.shortlist = work.shortlist.to(device)
         nobody = SimpleNamespace()                                   # rank 0 evaluates, shows and decides
