@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from common.drafter import geometry, vocab
 from common.drafter.model import Drafter
-from trainer import objectives
+from trainer import fused, objectives
 from trainer.arms import Arm
 from trainer.batch import Batch
 from trainer.head import Rows, Sums, weighted_sums
@@ -42,7 +42,7 @@ def sums(drafter: Drafter, embedding: Tensor, head: Tensor, batch: Batch, arm: A
     block = embedding[batch.inputs].to(drafter.fc.weight.dtype).flatten(1, 2)
     hidden = (network or drafter)(block, batch.anchors, batch.taps).unflatten(1, (-1, size))
     rows = rows_of(batch, arm, drafter.shortlist)
-    return weighted_sums(hidden[batch.supervised], head, rows, arm.loss), rows
+    return weighted_sums(hidden[batch.supervised], head, rows, arm.loss, row_losses=fused.chosen(head.device)), rows
 
 
 def train_step(drafter: Drafter, optimizer: Optimizer, embedding: Tensor, head: Tensor, batch: Batch, arm: Arm,
