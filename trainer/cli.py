@@ -63,6 +63,12 @@ def arms() -> None:
     arms_screen.show()
 
 
+def memory(settings: config.Memory) -> None:
+    """What a training step needs on a card, by part, before anything is loaded, and what would fit. Exit code 1: this does not."""
+    from trainer import memory_screen
+    raise typer.Exit(memory_screen.show(settings))
+
+
 def keygen(settings: config.Keys) -> None:
     """Make this box's CURVE key pair and print the public key, for `hsprod allow`."""
     from protocol import keys
@@ -82,6 +88,7 @@ app.command("sweep", context_settings={"ignore_unknown_options": True})(as_comma
 app.command("report")(as_command(config.Report, "HSTRAIN", report))
 app.command("status")(as_command(config.Status, "HSTRAIN", status))
 app.command("arms")(arms)
+app.command("memory")(as_command(config.Memory, "HSTRAIN", memory))
 
 
 def main() -> None:

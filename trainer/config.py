@@ -87,6 +87,27 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Memory:
+    arm: str = option("ce_causal", "The arm to train; hstrain arms lists them.")
+    loss: str | None = option(None, f"The arm with another loss: {_one_of('loss')}.", show_default=False)
+    draft_vocab: int | None = option(None, "Tokens that may be drafted. Default: all.", show_default=False)
+    block_size: int | None = option(None, "Positions per block. Default: by the target's size.", min=2, show_default=False)
+    target_config: Path | None = option(None, "The target's config.json, or its folder. Default: the next four options.", show_default=False)
+    hidden: int = option(2048, "Width of the target. The defaults are Qwen3.6-35B-A3B's.", min=1)
+    target_layers: int = option(40, "Its layers.", min=1)
+    vocab: int = option(248320, "Rows of its embedding.", min=2)
+    tied: bool = option(False, "Its embedding and its output head are one tensor.")
+    taps: int = option(8, "Layers that are captured.", min=1)
+    layers: int | None = option(None, "Decoder layers of the drafter. Default: by the target's size.", min=1, show_default=False)
+    sequences: int | None = option(None, "Sequences in one step. Default: by the target's size.", min=1, show_default=False)
+    anchors: int | None = option(None, "Anchors (blocks) in one sequence. Default: by the target's size.", min=1, show_default=False)
+    max_tokens: int | None = option(None, "Longest sequence in tokens. Default: by the target's size.", min=16, show_default=False)
+    optimizer: Kind | None = option(None, "adamw or muon. Default: by the target's size.", show_default=False)
+    device: Literal["cuda", "cpu"] = option("cuda", "Where the step runs: bf16 on a GPU, fp32 on a CPU.")
+    vram: float = option(16.0, "The card's memory, in GiB.", min=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Keys:
     keys: Path = option(state_home() / "hstrain" / "keys", "Folder of keys, to be given to `hstrain run --keys`.")
 
