@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import subprocess
 import sys
 import time
@@ -22,6 +23,7 @@ from rich.table import Table
 from trainer import arms, memory
 from trainer.memory import GIB, Job
 
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}      # freed memory goes back, as on a card its allocator reuses it
 SHAPES = {                     # hidden, target layers, vocabulary, taps, drafter's layers, tokens, anchors, arm
     "SmolLM2, CE": (576, 30, 49152, 5, 2, 1024, 128, "ce_causal"),
     "SmolLM2, KL": (576, 30, 49152, 5, 2, 1024, 128, "kl_mixed_full"),
@@ -76,7 +78,8 @@ def main() -> None:
         shapes = {f"full width, {options.layers} layers, {options.anchors} anchors": (2048, 40, 248320, 8, options.layers, 3072, options.anchors, "ce_causal")}
     table = Table("shape", "measured, GiB", "predicted, GiB", "predicted / measured", "s a step")
     for name, values in shapes.items():
-        done = subprocess.run([sys.executable, __file__, "--measure", json.dumps(values)], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, __file__, "--measure", json.dumps(values)], capture_output=True, text=True,
+                              env=os.environ | MALLOC)
         if done.returncode:
             sys.exit(done.stderr)
         found, expected = json.loads(done.stdout), memory.peak(job_of(*values))

@@ -141,7 +141,7 @@ def context_bytes(job: Job) -> int:
 def loss_bytes(job: Job) -> int:
     supervised = job.slots * (job.config.block_size - 1) // job.config.block_size
     piece = min(PIECE, supervised * job.head * 4)
-    copies = (3 if job.loss in TEACHERS else 1.5) if job.gpu else (2 if job.loss in TEACHERS else 1)
+    copies = (3 if job.gpu else 2) if job.loss in TEACHERS else 1.5
     return int(copies * piece) + 2 * supervised * job.config.hidden_size * 4
 
 
