@@ -13,7 +13,7 @@ from transformers import DynamicCache, Qwen3Config
 from transformers.modeling_outputs import BaseModelOutput
 
 from common.drafter import geometry
-from common.drafter.layers import rope_tables
+from common.drafter.layers import attend, rope_tables
 from common.drafter.model import Drafter
 
 
@@ -41,13 +41,14 @@ class Assistant(nn.Module):
         feature = drafter.hidden_norm(drafter.fc(context_hidden_states.to(drafter.fc.weight.dtype)))
         x, masks = noise_embeds.to(drafter.norm.weight.dtype), {}
         for index, (layer, rule) in enumerate(zip(drafter.layers, drafter.rules, strict=True)):
-            h, attention = layer.input_layernorm(x), layer.self_attn
-            new, block = attention.keys_values(feature, before), attention.keys_values(h, own)
-            k, v = cache.update(torch.cat([new[0], block[0]], 2), torch.cat([new[1], block[1]], 2), index)
-            if rule not in masks:
-                masks[rule] = _mask(positions[-slots:], k.shape[2], *rule)
-            x = x + attention(h, own, k, v, masks[rule])
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
+            new = layer.self_attn.keys_values(feature, before)
+
+            def attended(q: Tensor, k: Tensor, v: Tensor, index: int = index, rule: tuple = rule, new: tuple = new) -> Tensor:
+                k, v = cache.update(torch.cat([new[0], k], 2), torch.cat([new[1], v], 2), index)
+                if rule not in masks:
+                    masks[rule] = _mask(positions[-slots:], k.shape[2], *rule)
+                return attend(q, k, v, masks[rule])
+            x = layer(x, own, attended)
         return BaseModelOutput(last_hidden_state=drafter.norm(x))
 
 
