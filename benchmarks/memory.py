@@ -1,9 +1,9 @@
-"""`hstrain memory`'s arithmetic against real steps: peak resident memory of two training steps, each shape in a process of its own.
+"""`hstrain memory`'s arithmetic against real steps: peak resident memory of one, each shape in a process of its own.
 
     python benchmarks/memory.py [--full] [--anchors 512] [--layers 6]
 
-Resident memory above what Python and torch take before anything is built, by the kernel's high-water mark; fp32 on a CPU, one
-thread, random captures.  --full adds the released drafter's step (2048 wide, V = 248320, 3072 tokens), cut to --anchors and
+Resident memory above what Python and torch take before anything is built, by the kernel's high-water mark; fp32 on a CPU,
+random captures.  --full adds the released drafter's step (2048 wide, V = 248320, 3072 tokens), cut to --anchors and
 --layers; on a card it would be bf16, which no CPU run shows."""
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def job_of(hidden: int, layers: int, vocab: int, taps: int, depth: int, tokens: 
     return Job(config, arms.named(arm).loss, 1, anchors, tokens, "adamw", head=vocab, gpu=False, tied=True)
 
 
-def measure(values: list) -> dict:
-    """In a process of its own: {bytes, seconds of the second step, parameters}."""
+def measure(values: list, threads: int) -> dict:
+    """In a process of its own: {bytes, seconds of the step, parameters}."""
     import torch
 
     from benchmarks.random_capture import embedding_of, random_capture
@@ -47,16 +47,16 @@ def measure(values: list) -> dict:
     from trainer.batch import make_batch
     from trainer.optim import Optimizer
     from trainer.step import train_step
-    torch.set_num_threads(1)
+    torch.set_num_threads(threads)
     job, arm = job_of(*values), arms.named(values[-1])
     torch.nn.functional.linear(torch.ones(64, 64, requires_grad=True), torch.ones(64, 64)).sum().backward()        # torch's own first use
     peak, shape = Peak(), job.config.to_json()
     embedding = embedding_of(shape)
     drafter = Drafter(job.config, generator=torch.Generator().manual_seed(0))
     optimizer = Optimizer(drafter, "adamw", 1e-4)
-    batch = make_batch([random_capture(shape, job.tokens)], job.config, arm, anchors=job.anchors, max_tokens=job.tokens,
-                       generators=[torch.Generator().manual_seed(0)])
-    for _ in range(2):
+    for anchors, tokens in ((1, 64), (job.anchors, job.tokens)):                # a small step first: the optimiser's state is made by it
+        batch = make_batch([random_capture(shape, tokens)], job.config, arm, anchors=anchors, max_tokens=tokens,
+                           generators=[torch.Generator().manual_seed(0)])
         began = time.perf_counter()
         train_step(drafter, optimizer, embedding, embedding, batch, arm, 1.0)
     return {"bytes": peak.bytes(), "seconds": time.perf_counter() - began, "parameters": sum(p.numel() for p in drafter.parameters())}
@@ -67,18 +67,19 @@ def main() -> None:
     parser.add_argument("--full", action="store_true")
     parser.add_argument("--anchors", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", help="one of the shapes")
     parser.add_argument("--measure", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
-        print(json.dumps(measure(json.loads(options.measure))))
+        print(json.dumps(measure(json.loads(options.measure), options.threads)))
         return
     shapes = {name: values for name, values in SHAPES.items() if options.only in (None, name)}
     if options.full:
         shapes = {f"full width, {options.layers} layers, {options.anchors} anchors": (2048, 40, 248320, 8, options.layers, 3072, options.anchors, "ce_causal")}
     table = Table("shape", "measured, GiB", "predicted, GiB", "predicted / measured", "s a step")
     for name, values in shapes.items():
-        done = subprocess.run([sys.executable, __file__, "--measure", json.dumps(values)], capture_output=True, text=True,
+        done = subprocess.run([sys.executable, __file__, "--threads", str(options.threads), "--measure", json.dumps(values)], capture_output=True, text=True,
                               env=os.environ | MALLOC)
         if done.returncode:
             sys.exit(done.stderr)
