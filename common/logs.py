@@ -1,22 +1,80 @@
-"""Log lines for people: rich on a terminal, plain lines in the journal (systemd adds time and unit itself)."""
+"""Log lines for people: rich on a terminal, plain lines elsewhere; in the journal each with its priority (sd-daemon(3)), and
+without the time and colour that the journal has of its own.  Also keeps the last trouble, for `status`."""
 from __future__ import annotations
 
 import logging
 import os
 import sys
+import traceback
+from collections import Counter
+from types import TracebackType
 
 from rich.console import Console
 from rich.logging import RichHandler
+
+PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (logging.NOTSET, 7))   # syslog(3)
 
 
 def setup(level: str = "INFO") -> None:
     if sys.stderr.isatty():
         handler: logging.Handler = RichHandler(console=Console(stderr=True), show_path=False, markup=False)
-        form = "%(message)s"
+        form = logging.Formatter("%(message)s", datefmt="%H:%M:%S")
     else:
         handler = logging.StreamHandler(sys.stderr)
-        form = "%(levelname)s %(name)s: %(message)s" if "JOURNAL_STREAM" in os.environ else "%(asctime)s %(levelname)s %(name)s: %(message)s"
-    handler.setFormatter(logging.Formatter(form, datefmt="%H:%M:%S"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
+        form = ForJournal() if in_journal() else logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S")
+    handler.setFormatter(form)
+    logging.basicConfig(level=level, handlers=[handler, trouble], force=True)
     logging.getLogger("transformers").setLevel(logging.ERROR)   # it warns of torch kernels; the contract records which run
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
+    if in_journal():
+        sys.excepthook = _uncaught
+
+
+def in_journal() -> bool:
+    """Whether standard error is the journal's own stream, not a file of somebody who inherited the variable."""
+    try:
+        here = os.fstat(2)
+    except OSError:
+        return False
+    return os.environ.get("JOURNAL_STREAM") == f"{here.st_dev}:{here.st_ino}"
+
+
+def priority(level: int) -> int:
+    return next(number for least, number in PRIORITIES if level >= least)
+
+
+def prefix(level: int) -> str:
+    """'<3>' before a line of that level in the journal, nothing elsewhere."""
+    return f"<{priority(level)}>" if in_journal() else ""
+
+
+class ForJournal(logging.Formatter):
+    """<priority>name: message; every line of a traceback too, for the journal takes each as an entry of its own."""
+
+    def __init__(self) -> None:
+        super().__init__("%(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return "\n".join(f"<{priority(record.levelno)}>{line}" for line in super().format(record).splitlines())
+
+
+class Trouble(logging.Handler):
+    """last: {"at": wall seconds, "level", "text"} of the latest warning or error; counts: {"warning": n, "error": n} since the start."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.last: dict | None = None
+        self.counts: Counter[str] = Counter()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        level = "error" if record.levelno >= logging.ERROR else "warning"
+        self.counts[level] += 1
+        self.last = {"at": record.created, "level": level, "text": f"{record.name}: {record.getMessage()}"[:500]}
+
+
+trouble = Trouble()
+
+
+def _uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    for line in "".join(traceback.format_exception(kind, error, trace)).splitlines():
+        print(f"<{priority(logging.CRITICAL)}>{line}", file=sys.stderr)

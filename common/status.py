@@ -1,43 +1,96 @@
 """What a daemon last said of itself, in a file that `status` shows.  Written at most once a second, replaced whole;
-not durable: it is a view, not a record."""
+not durable: it is a view, not a record, so a full disk costs the view and never the daemon.
+
+    "numbers"   what can be counted or measured, by the names that the package's seen.py explains (status and Prometheus alike)
+    the rest    lines for people, and whatever else the daemon says
+"""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import time
+from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, Group
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
+from common import logs
 from common.errors import UserError
 
+log = logging.getLogger("status")
+RATE_OVER = 60.0             # seconds that a rate is taken over
+AGAIN = 60.0                 # seconds until a failure to write is said again
+Rows = Callable[[dict, float], list[tuple[str, str]]]         # one daemon's values, wall seconds -> (what, says), for people
 
 
 class Board:
-    """Gathers values and writes them out.  `now` is wall time in seconds, passed in."""
+    """Gathers values and writes them out.  `now` is wall time in seconds, passed in.
 
-    def __init__(self, path: Path) -> None:
+    numbers: measured elsewhere in the daemon, asked for at each writing and put into "numbers".
+    values: as last shown.  failures: writes that failed, each a second of an old view; said, and shown once one succeeds."""
+
+    def __init__(self, path: Path, numbers: Callable[[], dict] = dict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._path = path
-        self._last = 0.0
+        self._path, self.numbers = path, numbers
+        self._last, self._said = 0.0, -AGAIN
+        self._started = _started(os.getpid())
+        self.values: dict = {}
+        self.failures = 0
+
+    def due(self, now: float) -> bool:
+        return not 0 <= now - self._last < 1.0               # a clock that was set back is no reason for silence
 
     def show(self, values: dict, now: float, *, force: bool = False) -> None:
-        if not force and now - self._last < 1.0:
+        if not force and not self.due(now):
             return
         self._last = now
+        self.values = values | {"numbers": self.numbers() | values.get("numbers", {}), "last_trouble": logs.trouble.last, "troubles": dict(logs.trouble.counts),
+                                "unwritten_status": self.failures, "written_at": now, "pid": os.getpid(), "started": self._started}
         temporary = self._path.with_suffix(".tmp")
-        temporary.write_text(json.dumps(values | {"written_at": now, "pid": os.getpid(), "started": _started(os.getpid())}, default=str))
-        temporary.replace(self._path)
+        try:
+            temporary.write_text(json.dumps(self.values, default=str))
+            temporary.replace(self._path)
+        except OSError as error:
+            self._failed(temporary, error, now)
+
+    def _failed(self, temporary: Path, error: OSError, now: float) -> None:
+        self.failures += 1
+        if not 0 <= now - self._said < AGAIN:
+            self._said = now
+            log.warning("%s: %s; `status` shows what was before (%d times so far)", self._path, error.strerror, self.failures)
+        try:
+            temporary.unlink(missing_ok=True)
+        except OSError:                                      # a disk that cannot be written at all: said above
+            pass
 
 
-def read(path: Path) -> dict:
+class Rate:
+    """Per second, over the last RATE_OVER seconds, of a total that grows.  `now` is monotonic seconds, passed in."""
+
+    def __init__(self) -> None:
+        self._seen: deque[tuple[float, float]] = deque()
+
+    def __call__(self, total: float, now: float) -> float:
+        if not self._seen or now - self._seen[-1][0] >= 1.0:
+            self._seen.append((now, total))
+        while len(self._seen) > 1 and now - self._seen[1][0] >= RATE_OVER:
+            self._seen.popleft()
+        then, before = self._seen[0]
+        return (total - before) / (now - then) if now > then else 0.0
+
+
+def read(path: Path, now: float) -> dict:
     """What stands in the file, with "state": running or not, by its process and its age."""
     values = json.loads(path.read_text())
-    age = time.time() - values["written_at"]
-    running = _started(values["pid"]) == values["started"]
-    return {"state": f"{'running' if running else 'not running'}, last word {age:.0f} s ago"} | values
+    age = max(0.0, now - values["written_at"])
+    running = values["started"] != "" and _started(values["pid"]) == values["started"]
+    return {"running": running, "state": f"{'running' if running else 'not running'}, last word {ago(age)} ago"} | values
 
 
 def _started(pid: int) -> str:
@@ -48,23 +101,58 @@ def _started(pid: int) -> str:
         return ""
 
 
-def show(paths: list[Path], command: str, *, as_json: bool) -> None:
-    """Print the last status of each; UserError where none was ever written."""
-    if not paths or not all(path.exists() for path in paths):
+def show(paths: Callable[[], list[Path]], command: str, rows: Rows, *, as_json: bool, watch: bool) -> None:
+    """Print the last status of each; UserError where none was ever written.  watch: again and again, until Ctrl-C."""
+    if not paths():
         raise UserError(f"no status here: {command} has not run with this --state-dir")
-    found = [read(path) for path in paths]
     if as_json:
-        print(json.dumps(found, indent=1))
+        print(json.dumps([read(path, time.time()) for path in paths()], indent=1))
         return
-    for values in found:
-        table = Table(title=f"{command}: {values.pop('state')}", show_header=False)
-        for name, value in values.items():
-            if name not in ("written_at", "pid", "started"):
-                table.add_row(name, _text(value))
-        Console(file=sys.stdout).print(table)
+    console = Console(file=sys.stdout)
+    if not watch:
+        console.print(screen(paths(), command, rows, time.time()))
+        return
+    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        while True:
+            live.update(screen(paths(), command, rows, time.time()), refresh=True)
+            time.sleep(1.0)
 
 
-def _text(value: object, within: bool = False) -> str:
-    if not isinstance(value, dict):
-        return str(value)
-    return (", " if within else "\n").join(f"{k}: {_text(v, True)}" for k, v in value.items())
+def screen(paths: list[Path], command: str, rows: Rows, now: float) -> Group:
+    tables = []
+    for path in paths:
+        values = read(path, now)
+        table = Table(title=f"{command}: {values['state']}", title_style="bold" if values["running"] else "bold red", show_header=False,
+                      title_justify="left", min_width=72)
+        for what, says in [*rows(values, now), *troubles(values, now)]:
+            table.add_row(what, Text(says))
+        tables.append(table)
+    return Group(*tables)
+
+
+def troubles(values: dict, now: float) -> list[tuple[str, str]]:
+    """The last warning or error, and how many there were: the same for both daemons."""
+    found = []
+    if last := values.get("last_trouble"):
+        counts = ", ".join(f"{count} {name}s" for name, count in sorted(values["troubles"].items()))
+        found.append((f"last {last['level']}", f"{ago(now - last['at'])} ago, of {counts} since the start: {last['text']}"))
+    if values.get("unwritten_status"):
+        found.append(("this view", f"could not be written {values['unwritten_status']} times"))
+    return found
+
+
+def ago(seconds: float) -> str:
+    """5 s, 12 min, 7.5 h, 3 d."""
+    for size, unit, places in ((86400, "d", 1), (3600, "h", 1), (60, "min", 0)):
+        if seconds >= size:
+            return f"{seconds / size:.{places}f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+def size(count: float) -> str:
+    """Bytes as people read them, decimal: 3.2 GB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(count) < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"

@@ -40,7 +40,15 @@ def bench(settings: config.Bench) -> None:
 def status(settings: config.Status) -> None:
     """What this box's producer is doing."""
     from common import status as screen
-    screen.show([settings.state_dir / "status.json"], "hsprod serve", as_json=settings.json)
+    from producer import seen
+    path = settings.state_dir / "status.json"
+    screen.show(lambda: [path] if path.exists() else [], "hsprod serve", seen.rows, as_json=settings.json, watch=settings.watch)
+
+
+def forget(settings: config.Forget) -> None:
+    """Keep no samples for a trainer that never comes back. A running producer does it at once; nothing else ever lets go of one."""
+    from producer import forgetting
+    print(forgetting.forget(settings.state_dir, settings.name))
 
 
 def keygen(settings: config.Keys) -> None:
@@ -61,6 +69,7 @@ app.command("serve")(as_command(config.Serve, "HSPROD", serve))
 app.command("generate")(as_command(config.Generate, "HSPROD", generate))
 app.command("bench")(as_command(config.Bench, "HSPROD", bench))
 app.command("status")(as_command(config.Status, "HSPROD", status))
+app.command("forget")(as_command(config.Forget, "HSPROD", forget))
 
 
 def main() -> None:

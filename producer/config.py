@@ -87,6 +87,7 @@ class Serve(Answers):
     disk_budget: float = option(50.0, "GB on disk for samples that trainers still need; production pauses when it is full.", min=0.001)
     insecure: bool = option(False, "Listen off loopback without keys: anyone on that network can read the stream.")
     keys: Path | None = option(None, "Folder with this box's CURVE key and the list of allowed trainers.", show_default=False)
+    metrics_port: int = option(0, "Port of 127.0.0.1 for Prometheus to read; 0: none. Needs the extra 'metrics'.", min=0, max=65535)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", "What is logged.")
 
 
@@ -104,4 +105,11 @@ class Allow(Keys):
 @dataclass(frozen=True, kw_only=True)
 class Status:
     state_dir: Path = option(state_home() / "hsprod", "The state folder of `hsprod serve`.")
+    watch: bool = option(False, "Show it live, until Ctrl-C.")
     json: bool = option(False, "Print JSON.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Forget:
+    name: str = argument("The trainer's name, as hsprod status gives it.")
+    state_dir: Path = option(state_home() / "hsprod", "The state folder of `hsprod serve`.")

@@ -6,18 +6,19 @@ from __future__ import annotations
 
 import logging
 import queue
+import shutil
 import time
 from dataclasses import dataclass
 
 import torch
 
-from common import files, service
+from common import exporter, files, service
 from common.capture import parse_taps
 from common.contract import ExtractionContract
 from common.drafter import checkpoint
 from common.errors import CorruptError, UserError
-from common.status import Board
-from producer import assets, evaluate, experts, packed, prompts as prompt_files, selftest
+from common.status import Board, Rate
+from producer import assets, evaluate, experts, packed, prompts as prompt_files, seen, selftest
 from producer.config import Serve
 from producer.production import Production
 from producer.prompts import SALT, SHIPPED
@@ -32,6 +33,8 @@ from protocol.store import DiskFull, SampleStore, should_pause
 from protocol.wire import check_address
 
 log = logging.getLogger("hsprod")
+READING_S = 3600.0           # seconds that systemd waits for a target to be read: 70 GB at 20 MB/s
+CHECKING_S = 900.0           # and for what follows: experts timed, self-test, assets written
 
 
 def serve(settings: Serve, stop: service.Stop) -> None:
@@ -42,8 +45,12 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     check_address(settings.bind, keys, insecure=settings.insecure)
     taps = parse_taps(settings.layers, layer_count(settings.target))
     split = read_prompts(settings)
+    board = Board(settings.state_dir / "status.json")
+    exporter.serve(settings.metrics_port, board, seen.SEEN)
+    service.starting(f"reading the target {settings.target}", READING_S)
     target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token,
                   experts=None if settings.experts == "auto" else settings.experts)
+    service.starting("checking the target", CHECKING_S)
     contract = target.contract(taps, prompt_files.thinking_mode(target.tokenizer, settings.thinking))
     if settings.experts == "auto":
         contract = choose_experts(target, contract, settings.state_dir / "streams")
@@ -64,7 +71,7 @@ def serve(settings: Serve, stop: service.Stop) -> None:
         with link:
             log.info("listening on %s; stream %s holds %d samples", settings.bind, store.stream[:8], store.next - store.first)
             service.notify(READY="1")
-            Loop(settings, stop, store, link, production, evaluator).run()
+            Loop(settings, stop, store, link, production, evaluator, board).run()
         production.close()
     log.info("stopped")
 
@@ -100,7 +107,7 @@ class Evaluator:
         chosen = sorted(held_out, key=lambda p: p.id)[:settings.eval_prompts]
         self._prompts = [(p.id, prompt_files.render(target.tokenizer, p, contract.thinking)) for p in chosen]
         self.prompts_hash = prompt_files.prompts_hash(chosen)
-        self._plain = evaluate.PlainTexts(target, Limit(settings.eval_new_tokens, target.eos_ids), contract.taps)
+        self._plain = evaluate.PlainTexts(target, Limit(settings.eval_new_tokens, target.eos_ids), contract.taps, between=stop.check)
 
     def report(self, ready: CheckpointReady) -> dict:
         """Raises CorruptError for a checkpoint that cannot be used, Stopped."""
@@ -112,7 +119,8 @@ class Evaluator:
             if ours != theirs:
                 raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
         began = time.monotonic()
-        result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=lambda _done, _of: self._stop.check())
+        result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=lambda _done, _of: self._stop.check(),
+                                   between=self._stop.check)
         result |= {"checkpoint": checkpoint.checkpoint_hash(ready.folder), "prompts_hash": self.prompts_hash, "seconds": time.monotonic() - began}
         sent = evaluate.fitted(result, MAX_DOCUMENT)
         if sent is not result:
@@ -131,10 +139,12 @@ class Loop:
     link: ProducerLink
     production: Production
     evaluator: Evaluator
+    board: Board
 
     def run(self) -> None:
-        self.board, self.began = Board(self.settings.state_dir / "status.json"), time.monotonic()
-        self.paused, self.last_report, self._disk_full = False, "", False
+        self.began, self.board.numbers = time.monotonic(), self.numbers
+        self.paused, self.last_report, self._disk_full, self._evaluated, self._last = False, "", False, 0, {}
+        self._rates = {name: Rate() for name in ("tokens", "stored_bytes", "sent_bytes")}
         while not self.stop:
             self.link.raise_if_failed()
             self.link.set_ended(self.production.ended)
@@ -144,7 +154,7 @@ class Loop:
                     self.stop.wait(0.1)
             except service.Stopped:
                 break
-            service.notify(WATCHDOG="1")
+            service.beat()
         service.notify(STOPPING="1")
         self.say("stopped", force=True)
 
@@ -163,6 +173,7 @@ class Loop:
         self.last_report = (f"{ready.run} step {ready.step}: tau {result['tau']:.2f}, eta {result['eta']:.2f}, "
                             f"{result['identical']}/{result['prompts']} identical")
         log.info("%s (%.1f s)", self.last_report, result["seconds"])
+        self._evaluated, self._last = self._evaluated + 1, {name: result[name] for name in ("tau", "eta")}
         self.link.report(ready, result=result)
         return True
 
@@ -175,14 +186,17 @@ class Loop:
             return False
         self.say("answering prompts")
         try:
-            self._disk_full = False
-            if not self.production.step():
-                return True
+            made = self.production.step()
         except DiskFull as error:
+            if not self._disk_full:
+                log.error("%s; what is made waits, and is tried again", error)
             self._disk_full = True
-            log.error("%s", error)
             return False
-        self.link.samples_ready()
+        if self._disk_full:
+            log.warning("the disk has room again: production goes on")
+        self._disk_full = False
+        if made:
+            self.link.samples_ready()
         return True
 
     def make_room(self) -> None:
@@ -202,10 +216,29 @@ class Loop:
         return f"disk budget used up; waiting for {', '.join(slow) or 'a first trainer'}"
 
     def say(self, doing: str, *, force: bool = False) -> None:
-        c, seconds = self.production.counters, time.monotonic() - self.began
-        ratio = c["raw_bytes"] / c["bytes"] if c["bytes"] else 0.0
+        """At most once a second, unless it is news."""
+        now = time.time()
+        if not force and not self.board.due(now):
+            return
+        c, seconds, snapshot = self.production.counters, time.monotonic() - self.began, self.link.snapshot()
         stream = (f"{self.store.next:,} samples, {c['tokens']:,} tokens this start ({c['tokens'] / seconds:.0f}/s), "
-                  f"{self.store.bytes_used / 1e6:.1f} MB, ratio {ratio:.2f}")
+                  f"{self.store.bytes_used / 1e6:.1f} MB, ratio {self.ratio:.2f}")
         self.board.show({"doing": doing, "stream": stream, "last_evaluation": self.last_report, "address": self.settings.bind,
-                         "counters": dict(c), "trainers": self.link.snapshot()["peers"]}, time.time(), force=force)
+                         "counters": dict(c) | snapshot["counters"], "trainers": snapshot["peers"]}, now, force=force)
         service.notify(STATUS=f"{doing}; {stream}")
+
+    @property
+    def ratio(self) -> float:
+        c = self.production.counters
+        return c["raw_bytes"] / c["bytes"] if c["bytes"] else 0.0
+
+    def numbers(self) -> dict:
+        """As seen.NUMBERS names them."""
+        c, now = self.production.counters, time.monotonic()
+        totals = {"tokens": c["tokens"], "stored_bytes": c["bytes"], "sent_bytes": self.link.sent_bytes}
+        rates = {f"{name}_per_second": self._rates[name](total, now) for name, total in totals.items()}
+        return {"first_sample": self.store.first, "next_sample": self.store.next, "tokens": c["tokens"], "ratio": self.ratio,
+                "disk_used_bytes": self.store.bytes_used, "disk_budget_bytes": int(self.settings.disk_budget * 1e9),
+                "disk_free_bytes": shutil.disk_usage(self.store.folder).free, "paused": int(self.paused or self._disk_full),
+                "ended": int(self.production.ended), "evaluations": self._evaluated,
+                "evaluations_waiting": self.link.inbox.qsize()} | rates | self._last

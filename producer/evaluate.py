@@ -17,7 +17,7 @@ from torch import Tensor
 from common.drafter import acceptance
 from common.drafter.model import Drafter
 from common.errors import UserError
-from producer.speculate import Decoded, Limit, draft_head, first_divergence, margin, plain, speculate
+from producer.speculate import Decoded, Limit, OnTokens, draft_head, first_divergence, margin, plain, speculate
 from producer.target import Target
 
 Prompts = list[tuple[str, list[int]]]           # (prompt id, token ids)
@@ -36,17 +36,18 @@ class PlainTexts:
 
     Its time is not kept: evaluate() measures it anew beside the speculative one, so that a box that is busier or hotter
     now does not show up in eta.  Taps stay on the device: K*H numbers a token.  A prompt's id stands for its ids:
-    ValueError where they differ."""
+    ValueError where they differ.  between: as evaluate() has it."""
 
-    def __init__(self, target: Target, limit: Limit, taps: tuple[int, ...]) -> None:
+    def __init__(self, target: Target, limit: Limit, taps: tuple[int, ...], *, between: Callable[[], None] = lambda: None) -> None:
         self.target, self.limit, self.taps = target, limit, taps
+        self._told: OnTokens = lambda _new: between()
         self._kept: dict[str, tuple[list[int], Plain]] = {}
 
     def __call__(self, prompt: str, ids: list[int]) -> Plain:
         if prompt not in self._kept:
             if not self._kept:
                 plain(self.target, ids, Limit(min(3, self.limit.max_new_tokens)))   # what first use costs is not decoding's
-            decoded = plain(self.target, ids, self.limit)
+            decoded = plain(self.target, ids, self.limit, on_tokens=self._told)
             text = torch.tensor([ids + decoded.tokens], device=self.target.device)
             taps = self.target.forward(text, taps=self.taps).taps
             self._kept[prompt] = ids, Plain(decoded, taps[:, 0].transpose(0, 1).flatten(1))
@@ -57,28 +58,30 @@ class PlainTexts:
 
 
 def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTexts, *, seed: int,
-             progress: Callable[[int, int], None] = lambda done, of: None) -> dict:
+             progress: Callable[[int, int], None] = lambda done, of: None, between: Callable[[], None] = lambda: None) -> dict:
     """The report: plain numbers, lists and dicts, as they travel.  seed: of the bootstrap alone.
 
-    progress(prompts done, of) is called before each text; an exception it raises ends the evaluation.
+    progress(prompts done, of) is called before each text, between() with each new token or block of one; an exception that either
+    raises ends the evaluation.
     Raises ValueError for a drafter of other taps than the texts', UserError where no text is longer than one token.
     """
     if drafter.config.taps != texts.taps:
         raise ValueError(f"a drafter of taps {drafter.config.taps}, texts with taps {texts.taps}")
     plains, specs, simulated, timed, owed = [], [], [], [], 0
+    told: OnTokens = lambda _new: between()
     for done, (prompt, ids) in enumerate(prompts):
         progress(done, len(prompts))
         kept = texts(prompt, ids)
         progress(done, len(prompts))
         owed += done % -(-len(prompts) // TIMED) == 0               # spread over the evaluation, so that both meet the same box
         if owed and len(kept.decoded.tokens) > 1:
-            timed.append(plain(target, ids, texts.limit))
+            timed.append(plain(target, ids, texts.limit, on_tokens=told))
             owed -= 1
             progress(done, len(prompts))
         if not specs:
             speculate(target, drafter, ids, Limit(drafter.config.block_size))
         plains.append(kept)
-        specs.append(speculate(target, drafter, ids, texts.limit))
+        specs.append(speculate(target, drafter, ids, texts.limit, on_tokens=told))
         simulated.append(simulate(target, drafter, ids, kept, texts.limit))
     if not any(spec.accepted for spec in specs):
         raise UserError(f"none of {len(prompts)} held-out prompts gives a text of two tokens: there is nothing to measure")

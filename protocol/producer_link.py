@@ -19,6 +19,7 @@ from protocol.keys import ProducerKeys
 from protocol.offers import CheckpointReady, Fetch, Offers
 from protocol.peer_session import PeerSession, StreamFacts
 from protocol.rules import CLOSED, STREAMING, Timing, clip
+from protocol.standing import Connected, standing
 from protocol.subscribers import Subscribers
 from protocol.transfer import Serving, describe
 from protocol.wire import Listener, Worker
@@ -28,6 +29,8 @@ TIMING = Timing(interval=2.0, limit=15.0)
 MAX_PEERS = 64               # sessions at once; a home has two or three
 ROUNDS = 16                  # samples a trainer may get before the socket is looked at again
 RETRY = 0.005                # seconds until a full queue is tried again
+FORGET = "forget"            # folder beside the cursors: an empty file NAME in it asks that the trainer of that name be forgotten
+FORGET_EVERY = 1.0           # seconds between looks into it
 
 
 class Unreadable(HsdraftError):
@@ -47,7 +50,7 @@ class _Peer:
 
 
 class ProducerLink:
-    """store needs: stream, first, next, read(seq), drop_below(seq).  inbox: CheckpointReady items for the main thread."""
+    """store needs: stream, first, next, read(seq), bytes_between(first, end), drop_below(seq).  inbox: CheckpointReady items for the main thread."""
 
     def __init__(self, address: str, store, contract: dict, assets: dict[str, Path], *, cursors: Path, inbox_dir: Path,
                  evaluation: dict | None = None, keys: ProducerKeys | None = None, insecure: bool = False, timing: Timing = TIMING) -> None:
@@ -59,10 +62,11 @@ class ProducerLink:
         for info in self._facts.assets:
             self._serving.add((info.sha256,), assets[info.name])
         self._subscribers = Subscribers(cursors, store.stream)
+        self._forget, self._looked = cursors.parent / FORGET, 0.0
         self._offers = Offers(inbox_dir)
         self.inbox = self._offers.inbox
         self._peers: dict[bytes, _Peer] = {}
-        self._ended = False
+        self._ended, self._sent = False, 0                           # bytes of samples over links that have ended
         self.counters: Counter[str] = Counter()
         self._worker = Worker("producer-link", self._run)
         self._listener: Listener | None = None
@@ -120,18 +124,19 @@ class ProducerLink:
         """Keep nothing back for this trainer any more; False where it was not known."""
         return self._subscribers.forget(name, time.monotonic())
 
+    @property
+    def sent_bytes(self) -> int:
+        """Of samples, since this start, to all trainers."""
+        return self._sent + sum(peer.session.counters["bytes"] for peer in list(self._peers.values()))
+
     def snapshot(self) -> dict:
-        """{"peers": {name: {...}}, "counters": {...}} for status; last_seen_s in seconds, None while away."""
-        now, end = time.monotonic(), self._store.next
+        """{"peers": {name: {...}} as standing() has them, "counters": {...}} for status."""
+        now = time.monotonic()
         with self._subscribers.lock:
-            known = self._subscribers.all()
-            live = {p.name: p for p in self._peers.values() if p.session.state is STREAMING}
-        peers = {}
-        for name in sorted(known.keys() | live.keys()):
-            acked, peer = known.get(name), live.get(name)
-            peers[name] = {"connected": peer is not None, "follower": acked is None, "acked": acked if acked is not None else end - 1,
-                           "lag": end - 1 - acked if acked is not None else 0, "credit": peer.session.credit if peer else 0,
-                           "last_seen_s": round(now - peer.seen, 1) if peer else None} | (dict(peer.session.counters) if peer else {})
+            known, seen = self._subscribers.all(), self._subscribers.seen()
+            live = {p.name: Connected(p.session.credit, now - p.seen, p.session.counters) for p in self._peers.values()
+                    if p.session.state is STREAMING}
+        peers = standing(known, seen, live, self._store.next, self._store.bytes_between, time.time())
         counters = dict(self.counters) | dict(self._offers.counters) | dict(self._listener.counters if self._listener else {})
         return {"peers": peers, "counters": counters | {"unsaved_cursors": self._subscribers.failures}}
 
@@ -146,9 +151,24 @@ class ProducerLink:
                 self._arrived(identity, parts)
             more = any([self._pump(identity, peer) for identity, peer in list(self._peers.items())])
             self._subscribers.save(time.monotonic())
+            self._forget_asked(time.monotonic())
         for identity, peer in list(self._peers.items()):
             self._drop(identity, peer, "the producer stops")
         self._subscribers.save(time.monotonic(), force=True)
+
+    def _forget_asked(self, now: float) -> None:
+        """Do what `hsprod forget` asked for.  A request goes once the cursors without that trainer are on disk."""
+        if now - self._looked < FORGET_EVERY:
+            return
+        self._looked = now
+        for request in sorted(self._forget.glob("*")):
+            name = request.name
+            if any(peer.name == name for peer in self._peers.values()):
+                log.warning("%s is not forgotten, as it is connected: stop it first", name)
+            elif self._subscribers.forget(name, now):
+                self._count("forgotten", "%s is forgotten, as asked: no sample is kept for it any more", name)
+            if self._subscribers.saved:
+                request.unlink(missing_ok=True)
 
     def _arrived(self, identity: bytes, parts: list[bytes]) -> None:
         """One message: a session's, or a stranger's first."""
@@ -297,8 +317,11 @@ class ProducerLink:
     def _remove(self, identity: bytes) -> None:
         with self._subscribers.lock:
             peer = self._peers.pop(identity, None)
-        if peer is not None and peer.fetch is not None:
-            peer.fetch.close()
+        if peer is not None:
+            self._sent += peer.session.counters["bytes"]
+            self._subscribers.left(peer.name)
+            if peer.fetch is not None:
+                peer.fetch.close()
 
     def _count(self, counter: str, line: str, *values: object) -> None:
         self.counters[counter] += 1

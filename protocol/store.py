@@ -90,6 +90,10 @@ class SampleStore:
     def bytes_used(self) -> int:
         return sum(list(self._sizes.values()))                     # list() in one step: another thread may be reading
 
+    def bytes_between(self, first: int, end: int) -> int:
+        """Of the samples first..end-1 that are here."""
+        return sum(size for seq, size in list(self._sizes.items()) if first <= seq < end)
+
     def path(self, seq: int) -> Path:
         return self.folder / f"{seq:012d}.hs"
 

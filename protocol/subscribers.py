@@ -1,12 +1,14 @@
 """Which trainers follow the stream, and what each has durably: the producer keeps a sample until all of them have it.
 
 A small JSON beside the store, so that a restart forgets nobody.  Saved at once when a trainer joins or is forgotten, at most
-once a second when one acknowledges: an older number than the truth only keeps samples longer."""
+once a second when one acknowledges: an older number than the truth only keeps samples longer.  Nothing but `forget` lets go of a
+trainer: one that never comes back is named, with when it was last heard of (`seen`, wall seconds; for people alone)."""
 from __future__ import annotations
 
 import json
 import logging
 import threading
+import time
 from pathlib import Path
 
 from common.errors import UserError
@@ -24,6 +26,7 @@ class Subscribers:
         self.lock = threading.RLock()
         self._path, self._stream, self._dirty, self._saved_at = path, stream, False, 0.0
         self._acked: dict[str, int] = {}
+        self._seen: dict[str, float] = {}
         self.failures = 0                                    # saves that failed; each is logged
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -31,6 +34,7 @@ class Subscribers:
                 found = json.loads(path.read_text())
                 if found["stream"] == stream:
                     self._acked = {str(name): int(seq) for name, seq in found["acked"].items()}
+                    self._seen = {str(name): float(at) for name, at in found.get("seen", {}).items()}
                 else:
                     log.warning("%s is of stream %s; this is %s: starting with no known trainer", path, found["stream"], stream)
             except (ValueError, KeyError, TypeError, AttributeError):
@@ -44,22 +48,40 @@ class Subscribers:
         with self.lock:
             return min(self._acked.values(), default=None)
 
+    def seen(self) -> dict[str, float]:
+        """Wall seconds when each was last heard of; missing where an older version wrote the file."""
+        with self.lock:
+            return dict(self._seen)
+
+    @property
+    def saved(self) -> bool:
+        """Whether the file says what stands here."""
+        return not self._dirty
+
     def join(self, name: str, acked: int, now: float) -> None:
         with self.lock:
-            self._acked[name] = acked
+            self._acked[name], self._seen[name] = acked, time.time()
             self._dirty = True
             self.save(now, force=True)
 
     def acknowledge(self, name: str, acked: int) -> None:
         with self.lock:
             if name in self._acked:                          # else it was forgotten meanwhile
-                self._acked[name] = acked
+                self._acked[name], self._seen[name] = acked, time.time()
+                self._dirty = True
+
+    def left(self, name: str) -> None:
+        """Its link has ended now."""
+        with self.lock:
+            if name in self._acked:
+                self._seen[name] = time.time()
                 self._dirty = True
 
     def forget(self, name: str, now: float) -> bool:
         with self.lock:
             if self._acked.pop(name, None) is None:
                 return False
+            self._seen.pop(name, None)
             self._dirty = True
             self.save(now, force=True)
             return True
@@ -71,7 +93,7 @@ class Subscribers:
                 return
             self._saved_at = now
             try:
-                write_whole(self._path, json.dumps({"stream": self._stream, "acked": self._acked}, indent=1).encode())
+                write_whole(self._path, json.dumps({"stream": self._stream, "acked": self._acked, "seen": self._seen}, indent=1).encode())
                 self._dirty = False
             except OSError as error:
                 self.failures += 1

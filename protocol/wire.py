@@ -9,11 +9,13 @@ import re
 import select
 import socket
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 
 import zmq
 
+from common import service
 from common.errors import UserError
 from protocol.frames import MAX_FROM_PRODUCER, MAX_FROM_TRAINER
 from protocol.keys import ProducerKeys, TrainerKeys, zap_reply
@@ -50,7 +52,9 @@ class Doorbell:
 
 
 class Worker:
-    """One thread; its fault is kept and raised where the main thread asks.  Orders from other threads go through `do`."""
+    """One thread; its fault is kept and raised where the main thread asks.  Orders from other threads go through `do`.
+
+    Each obey() is a turn of its loop: without one for long, service withholds the watchdog's beat."""
 
     def __init__(self, name: str, body: Callable[[], None]) -> None:
         self._body, self.bell = body, Doorbell()
@@ -58,6 +62,7 @@ class Worker:
         self._closing = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._main, name=name, daemon=True)
+        self._turn = f"{name} {id(self):x}"                              # a box may have two links for a moment
 
     @property
     def closing(self) -> bool:
@@ -84,6 +89,7 @@ class Worker:
 
     def obey(self) -> None:
         """On the worker's thread: run what was ordered."""
+        service.threads.turned(self._turn, time.monotonic())
         self.bell.hush()
         while True:
             try:
@@ -104,6 +110,8 @@ class Worker:
             if not isinstance(error, UserError):
                 log.exception("the link's thread failed")
             self._failure = error
+        finally:
+            service.threads.ended(self._turn)
 
 
 class Listener:

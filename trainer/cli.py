@@ -54,7 +54,8 @@ def report(settings: config.Report) -> None:
 def status(settings: config.Status) -> None:
     """What this box's trainer is doing."""
     from common import status as screen
-    screen.show(sorted((settings.state_dir / "status").glob("*.json")), "hstrain run", as_json=settings.json)
+    from trainer import seen
+    screen.show(lambda: sorted((settings.state_dir / "status").glob("*.json")), "hstrain run", seen.rows, as_json=settings.json, watch=settings.watch)
 
 
 def arms() -> None:

@@ -64,6 +64,8 @@ class Run:
     disk_budget: float = option(200.0, "GB on disk for this box's store; receiving pauses when it is full.", min=0.001)
     credit: int = option(256, "MB of samples that may be on their way at once.", min=1)
     keys: Path | None = option(None, "Folder with this box's CURVE key and the producer's public key.", show_default=False)
+    metrics_port: int = option(0, "Port of 127.0.0.1 for Prometheus to read; 0: none. Each run needs its own, and the extra 'metrics'.",
+                               min=0, max=65535)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", "What is logged.")
 
 
@@ -120,6 +122,7 @@ class Trust(Keys):
 @dataclass(frozen=True, kw_only=True)
 class Status:
     state_dir: Path = option(state_home() / "hstrain", "The state folder of `hstrain run`.")
+    watch: bool = option(False, "Show it live, until Ctrl-C.")
     json: bool = option(False, "Print JSON.")
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from common import device as devices, files, service
+from common import device as devices, exporter, files, service
 from common.capture import from_bf16
 from common.contract import ExtractionContract
 from common.drafter.config import DrafterConfig, shape_for
@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.status import Board
 from common.version import versions
 from protocol.events import LinkDown, LinkUp, ReportArrived
-from trainer import arms, config, following, objectives, order, ranks as ranks_of, shortlist
+from trainer import arms, config, following, objectives, order, ranks as ranks_of, seen, shortlist
 from trainer.arms import Arm
 from trainer.batch import Samples, load_weights
 from trainer.evals import Evals
@@ -70,10 +70,13 @@ def run(settings: config.Run, stop: service.Stop) -> None:
 def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, device: torch.device, stop: service.Stop) -> None:
     """The one process of a run, or the first of its ranks: receives, decides, writes, is watched."""
     board = Board(settings.state_dir / "status" / f"{folder.name}.json")
+    exporter.serve(settings.metrics_port, board, seen.SEEN)
     service.notify(READY="1")
     with files.held(folder, "--run-dir", LOCK_PATIENCE_S), source(settings, folder.name) as inbox:
+        board.numbers = inbox.numbers
         def say(doing: str) -> None:
-            board.show({"doing": doing, "stream": inbox.line(), "run": str(folder)}, time.time())
+            board.show({"doing": doing, "stream": inbox.line(), "run": str(folder), "run_name": folder.name, "arm": arm.name,
+                        "counters": inbox.counters()}, time.time())
             service.notify(STATUS=f"{doing}; {inbox.line()}", WATCHDOG="1")
         ready = prepare(settings, arm, folder, device, inbox, ranks.world, stop, say)
         ranks.agree(ready and ready.work)
@@ -85,7 +88,8 @@ def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, de
         evals = Evals(made, inbox, dtype=ready.work.contract.dtype, every=settings.eval_all)
         offline = Offline(made, ready.samples, ready.embedding, ready.head, max_tokens=plan.max_tokens)
         Loop(arm=arm, plan=plan, run=made, samples=ready.samples, embedding=ready.embedding, head=ready.head, evals=evals, offline=offline,
-             tick=lambda: tick(inbox, evals), ended=inbox.complete, stop=stop, board=board, ranks=ranks).go()
+             tick=lambda: tick(inbox, evals), ended=inbox.complete, counters=inbox.counters,
+             stop=stop, board=board, ranks=ranks).go()
     log.info("stopped" if stop else "done")
     if not stop and (left := evals.queue):
         log.warning("real acceptance of %s was not measured: no producer %s; the same command with --producer ADDRESS has it measured",

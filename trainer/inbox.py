@@ -16,11 +16,13 @@ from common import service
 from common.contract import ExtractionContract
 from common.errors import UserError
 from common.files import write_whole
+from common.status import Rate
 from protocol import codec
 from protocol.events import Cursor, LinkDown, LinkUp, Refused, ReportArrived, Welcome
 from protocol.keys import TrainerKeys
 from protocol.store import SampleStore, StoreLocked, should_pause
 from protocol.trainer_link import TrainerLink
+from trainer import seen
 from trainer.config import ADDRESS, Run as Settings
 
 log = logging.getLogger("inbox")
@@ -42,6 +44,7 @@ class Inbox:
         self._assets.mkdir(parents=True, exist_ok=True)
         self._keys = TrainerKeys(settings.keys) if settings.keys else None
         self._looked = self._refreshed = 0.0
+        self._received = Rate()
         try:
             self._connect(SampleStore(self._folder))
         except StoreLocked as error:
@@ -144,6 +147,18 @@ class Inbox:
         link, store = self.link.snapshot(), self.store
         behind = f", {link['lag']} behind" if link.get("lag") else ""
         return f"{link['state']}; {store.next - store.first:,} samples, {store.bytes_used / 1e6:.1f} MB{behind}"
+
+    def numbers(self) -> dict:
+        """As seen.NUMBERS names them."""
+        link = self.link.snapshot()
+        rate = self._received(link["counters"].get("bytes", 0), time.monotonic()) if self.receiving else 0.0
+        return seen.of_store(self.store, int(self._settings.disk_budget * 1e9)) | {
+            "connected": int(self.up), "receiving": int(self.receiving), "lag": link.get("lag", 0), "credit_bytes": link.get("credit", 0),
+            "received_bytes_per_second": max(0.0, rate)}
+
+    def counters(self) -> dict:
+        """What the link counted since it was made."""
+        return self.link.snapshot()["counters"]
 
     @property
     def up(self) -> bool:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common import service
-from common.status import Board
+from common.status import Board, Rate
 from trainer.arms import Arm
 from trainer.batch import Samples, make_batch
 from trainer.config import Recipe
@@ -54,12 +54,14 @@ class Loop:
     stop: service.Stop
     board: Board
     ranks: Ranks = ALONE
+    counters: Callable[[], dict] = dict      # what the link counted
     waited: float = 0.0                      # seconds without a sample to train on
     cut: int = 0                             # rows left out of sequences longer than max_tokens
     numbers: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._network = self.ranks.wrap(self.run.drafter)
+        self._rates = Rate(), Rate()
 
     def follow(self) -> None:
         """What a rank that is not the first does: its share of the steps that rank 0 decides on.  Nothing is written, and a stop
@@ -140,8 +142,8 @@ class Loop:
             line += f", waited {self.waited:.0f} s for samples"
         after = len(self.samples) - self.run.closed if self.run.closed is not None else 0
         self.board.show({"doing": line, "stream": stream, "acceptance": self.evals.line(), "offline": self.offline.line(),
-                         "run": str(self.run.folder),
-                         "counters": {"rows cut": self.cut, "checkpoints skipped": self.evals.skipped,
+                         "run": str(self.run.folder), "run_name": self.run.folder.name, "arm": self.arm.name, "numbers": self._measured(now),
+                         "counters": self.counters() | {"rows cut": self.cut, "checkpoints skipped": self.evals.skipped,
                                       "checkpoints where real and simulated acceptance part": self.evals.alarms,
                                       "texts held aside whose prompt is trained on": self.offline.repeated,
                                       "samples that came after the stream's end": max(0, after)}}, time.time(), force=force)
@@ -149,3 +151,12 @@ class Loop:
             self._said = now
             log.info("%s", line)
         service.notify(STATUS=line, WATCHDOG="1")
+
+    def _measured(self, now: float) -> dict:
+        """As seen.NUMBERS names them."""
+        steps, tokens = self._rates
+        last = self.evals.last or {}
+        return {"step": self.run.step, "steps": self.plan.steps, "tokens": self.run.tokens, "waited_seconds": self.waited,
+                "steps_per_second": steps(self.run.step, now), "tokens_per_second": tokens(self.run.tokens, now)} | {
+                name: self.numbers[name] for name in ("loss", "accuracy") if name in self.numbers} | {
+                name: last[key] for name, key in (("tau", "tau"), ("eta", "eta"), ("tau_step", "step")) if key in last}

@@ -17,6 +17,7 @@ from protocol.events import Cursor, LinkDown, LinkUp, ReportArrived
 from protocol.keys import TrainerKeys
 from protocol.store import META, SampleStore
 from protocol.trainer_link import TrainerLink
+from trainer import seen
 from trainer.config import Run as Settings
 from trainer.inbox import ASSETS, STORE, assets_of, heard
 
@@ -70,6 +71,13 @@ class Stored:
     def line(self) -> str:
         link = f"; producer: {self._link.snapshot()['state']}" if self._link else ""
         return f"replay of {self.ends_at:,} samples in {self.store.folder}{link}"
+
+    def numbers(self) -> dict:
+        """As seen.NUMBERS names them."""
+        return seen.of_store(self.store, int(self._settings.disk_budget * 1e9)) | {"connected": int(self.up), "receiving": 0}
+
+    def counters(self) -> dict:
+        return self._link.snapshot()["counters"] if self._link else {}
 
     @property
     def up(self) -> bool:

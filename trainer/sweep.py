@@ -33,7 +33,7 @@ from trainer.replay import store_folder
 
 OWN = ("arm", "seed", "run_dir")     # options of a run that the sweep alone gives
 FREE = {*OWN, "samples", "producer", "stored", "state_dir", "name", "eval_every", "eval_all", "device", "threads", "disk_budget", "credit",
-        "keys", "log_level"}         # and those that may be others when the line is given again; all else makes another sweep
+        "keys", "metrics_port", "log_level"}         # and those that may be others when the line is given again; all else makes another sweep
 LOOK_EVERY_S = 0.5
 WAIT_S = 60.0                        # for a run that was told to stop, to save
 

@@ -66,7 +66,7 @@ def test_the_report(target, asked, drafter, texts):
 
 def test_plain_texts_are_decoded_once_and_their_time_taken_anew(target, asked, drafter, monkeypatch):
     decoded = []
-    monkeypatch.setattr(evaluate, "plain", lambda t, ids, limit: decoded.append(limit) or plain(t, ids, limit))
+    monkeypatch.setattr(evaluate, "plain", lambda t, ids, limit, **told: decoded.append(limit) or plain(t, ids, limit, **told))
     texts = evaluate.PlainTexts(target, LIMIT, TAPS)
     first = evaluate.evaluate(target, drafter, asked[:2], texts, seed=0)
     assert decoded.count(LIMIT) == 2 + 2

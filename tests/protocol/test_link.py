@@ -47,6 +47,9 @@ class Store:
         assert seq == self.next
         self.data[seq] = data
 
+    def bytes_between(self, first: int, end: int) -> int:
+        return sum(len(self.data[seq]) for seq in self.data if first <= seq < end)
+
     def drop_below(self, seq: int) -> None:
         for old in range(self.first, seq):
             del self.data[old]

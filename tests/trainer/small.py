@@ -75,7 +75,7 @@ class Listed(list):
 class Silent:
     """Stands for evaluations, their link, a board and a stop flag where a test wants none of them."""
 
-    waiting, skipped, alarms, hopeless, up = None, 0, 0, False, False
+    waiting, last, skipped, alarms, hopeless, up = None, None, 0, 0, False, False
 
     def __bool__(self) -> bool:
         return False
