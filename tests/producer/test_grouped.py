@@ -146,7 +146,7 @@ def test_tiles(amd, dtype):
 @needs_triton
 def test_the_kernels_compile_for_both_makers():
     """The interpreter takes what a compiler refuses.  No GPU is needed to compile; a process of its own, for this one interprets."""
-    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import kernels; kernels.report()"
+    code = f"import sys; sys.path.insert(0, {os.path.dirname(__file__)!r}); import compiled; compiled.report()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "TRITON_INTERPRET": "0"})
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.count(" ok") == 2 * 2 * 2 and done.stdout.count("spills 0 ") == 4, done.stdout
