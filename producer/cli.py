@@ -63,12 +63,19 @@ def allow(settings: config.Allow) -> None:
     print("allowed" if keys.allow(settings.keys, settings.key, settings.comment) else "was allowed already")
 
 
+def doctor(settings: config.Doctor) -> None:
+    """Whether this box can serve with these options: what is wrong, and the command that mends it. Exit code 1: something is."""
+    from producer import doctor as checks
+    raise typer.Exit(checks.show(settings))
+
+
 app.command("keygen")(as_command(config.Keys, "HSPROD", keygen))
 app.command("allow")(as_command(config.Allow, "HSPROD", allow))
 app.command("serve")(as_command(config.Serve, "HSPROD", serve))
 app.command("generate")(as_command(config.Generate, "HSPROD", generate))
 app.command("bench")(as_command(config.Bench, "HSPROD", bench))
 app.command("status")(as_command(config.Status, "HSPROD", status))
+app.command("doctor")(as_command(config.Doctor, "HSPROD", doctor))
 app.command("forget")(as_command(config.Forget, "HSPROD", forget))
 
 

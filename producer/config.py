@@ -113,3 +113,8 @@ class Status:
 class Forget:
     name: str = argument("The trainer's name, as hsprod status gives it.")
     state_dir: Path = option(state_home() / "hsprod", "The state folder of `hsprod serve`.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Doctor(Serve):
+    json: bool = option(False, "Print JSON.")

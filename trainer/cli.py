@@ -58,6 +58,12 @@ def status(settings: config.Status) -> None:
     screen.show(lambda: sorted((settings.state_dir / "status").glob("*.json")), "hstrain run", seen.rows, as_json=settings.json, watch=settings.watch)
 
 
+def doctor(settings: config.Doctor) -> None:
+    """Whether this box can train with these options: what is wrong, and the command that mends it. Exit code 1: something is."""
+    from trainer import doctor as checks
+    raise typer.Exit(checks.show(settings))
+
+
 def arms() -> None:
     """The arms, the question each asks, and the arm it is compared with."""
     from trainer import arms_screen
@@ -88,6 +94,7 @@ app.command("run")(as_command(config.Run, "HSTRAIN", run))
 app.command("sweep", context_settings={"ignore_unknown_options": True})(as_command(config.Sweep, "HSTRAIN", sweep))
 app.command("report")(as_command(config.Report, "HSTRAIN", report))
 app.command("status")(as_command(config.Status, "HSTRAIN", status))
+app.command("doctor")(as_command(config.Doctor, "HSTRAIN", doctor))
 app.command("arms")(arms)
 app.command("memory")(as_command(config.Memory, "HSTRAIN", memory))
 

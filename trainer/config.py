@@ -127,6 +127,11 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Doctor(Run):
+    json: bool = option(False, "Print JSON.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Recipe:
     """How a drafter of one size is trained, unless the command line says otherwise."""
 
