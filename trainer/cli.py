@@ -76,6 +76,18 @@ def memory(settings: config.Memory) -> None:
     raise typer.Exit(memory_screen.show(settings))
 
 
+def export(settings: config.Export) -> None:
+    """A drafter for z-lab's code, vLLM, SGLang, speculators or llama.cpp, with what the engine will make of it and how to run it."""
+    from trainer import export as exporting
+    exporting.run(settings)
+
+
+def import_(settings: config.Import) -> None:
+    """A drafter of z-lab's, speculators' or llama.cpp's format as one of ours."""
+    from trainer import imported
+    imported.run(settings)
+
+
 def keygen(settings: config.Keys) -> None:
     """Make this box's CURVE key pair and print the public key, for `hsprod allow`."""
     from protocol import keys
@@ -88,6 +100,8 @@ def trust(settings: config.Trust) -> None:
     keys.set_producer(settings.keys, settings.key)
 
 
+app.command("export")(as_command(config.Export, "HSTRAIN", export))
+app.command("import")(as_command(config.Import, "HSTRAIN", import_))
 app.command("keygen")(as_command(config.Keys, "HSTRAIN", keygen))
 app.command("trust")(as_command(config.Trust, "HSTRAIN", trust))
 app.command("run")(as_command(config.Run, "HSTRAIN", run))

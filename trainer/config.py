@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -107,6 +107,23 @@ class Memory:
     optimizer: Kind | None = option(None, "adamw or muon. Default: by the target's size.", show_default=False)
     device: Literal["cuda", "cpu"] = option("cuda", "Where the step runs: bf16 on a GPU, fp32 on a CPU.")
     vram: float = option(16.0, "The card's memory, in GiB.", min=1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    run: Path = argument("A run's folder (its newest checkpoint is taken), a checkpoint's, or any drafter that hstrain import reads.")
+    out: Path = option(MISSING, "What to write: a folder, or the .gguf file. Nothing may be there yet.")
+    format: Literal["z-lab", "speculators", "gguf"] = option(MISSING, "z-lab: its own code, vLLM, SGLang. speculators: that library, vLLM. gguf: llama.cpp.")
+    quant: Literal["bf16", "f16", "q8_0"] = option("bf16", "How weights are kept; q8_0 in a GGUF only.")
+    target: Path | None = option(None, "The target's GGUF, or its folder. Needed for a GGUF (its tokenizer), and for a drafter with a draft vocabulary "
+                                 "in a GGUF or for speculators (rows of its output head).", show_default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Import:
+    path: Path = argument("A drafter's folder in z-lab's or speculators' format, or its GGUF.")
+    out: Path = option(MISSING, "The folder to write, in the format of our checkpoints. Nothing may be there yet.")
+    target_layers: int | None = option(None, "Decoder layers of the target, where the file does not say (speculators, GGUF).", min=1, show_default=False)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -59,21 +59,15 @@ def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[
 
     The drafter's shortlist is set where the record says that there is one.  CorruptError names what is wrong: a config key, a
     tensor missing, extra, misshapen, of another dtype, not finite, or a file shorter or longer than it says."""
-    config_json = _read_json(folder / CONFIG)
+    config_json = read_json(folder / CONFIG)
     config = DrafterConfig.from_json(config_json)
-    record = _read_json(folder / RECORD) if (folder / RECORD).exists() else {}
+    record = read_json(folder / RECORD) if (folder / RECORD).exists() else {}
     drafter = Drafter(config)
     shapes = {name: tuple(value.shape) for name, value in drafter.state_dict().items()}
     stored = check_header(read_header(folder / WEIGHTS), shapes)
     if (said := config_json.get("dtype", NAMES[stored])) != NAMES[stored]:
         raise CorruptError(f"checkpoint: {CONFIG} says dtype {said!r}, {WEIGHTS} holds {NAMES[stored]}")
-    try:
-        tensors = safetensors.torch.load_file(folder / WEIGHTS)
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CorruptError(f"checkpoint: {WEIGHTS}: {error}") from None
-    for name, value in tensors.items():
-        if not bool(value.isfinite().all()):
-            raise CorruptError(f"checkpoint: {name} is not finite")
+    tensors = read_tensors(folder / WEIGHTS)
     drafter.load_state_dict({name: value.to(device, dtype) for name, value in tensors.items()}, strict=True, assign=True)
     shortlist = read_shortlist(folder / SHORTLIST, record.get("shortlist"), config.vocab_size)
     drafter.shortlist = None if shortlist is None else shortlist.to(device)
@@ -98,6 +92,18 @@ def read_shortlist(path: Path, size: object, vocab_size: int) -> Tensor | None:
     except (safetensors.SafetensorError, OSError, ValueError) as error:
         raise CorruptError(f"checkpoint: {path.name}: {error}") from None
     return ids
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Every tensor of a file whose header was checked.  CorruptError names one that is not finite."""
+    try:
+        tensors = safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CorruptError(f"checkpoint: {path.name}: {error}") from None
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(value.isfinite().all()):
+            raise CorruptError(f"checkpoint: {name} is not finite")
+    return tensors
 
 
 def read_header(path: Path) -> dict[str, dict]:
@@ -164,7 +170,7 @@ def _write_json(path: Path, data: dict) -> None:
     path.write_text(json.dumps(data, indent=2) + "\n", "utf-8")
 
 
-def _read_json(path: Path) -> dict:
+def read_json(path: Path) -> dict:
     try:
         if path.stat().st_size > MOST_JSON:
             raise CorruptError(f"checkpoint: {path.name} is larger than {MOST_JSON} bytes")
