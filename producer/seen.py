@@ -44,7 +44,7 @@ def rows(values: dict, now: float) -> list[tuple[str, str]]:
                            f" ({n['disk_used_bytes'] / n['disk_budget_bytes']:.0%}), {size(n['disk_free_bytes'])} free on the disk")]
     found.append(("address", values.get("address", "")))
     trainers = values.get("trainers", {})
-    found += [(f"trainer {name}", trainer(name, entry)) for name, entry in trainers.items()]
+    found += [(f"trainer {name}", trainer(name, entry, values.get("running", True))) for name, entry in trainers.items()]
     if not trainers:
         found.append(("trainers", "none has joined this stream"))
     found.append(("last evaluation", values.get("last_evaluation") or "none since this start"))
@@ -53,18 +53,21 @@ def rows(values: dict, now: float) -> list[tuple[str, str]]:
     return found
 
 
+LONG = 3600.0                # seconds away after which the way to let go of a trainer is shown
 QUIET = frozenset({"samples", "tokens", "raw_bytes", "bytes"})           # shown above, in better words
 
 
-def trainer(name: str, entry: dict) -> str:
-    """One trainer: where it stands, and what it holds up while it is away."""
+def trainer(name: str, entry: dict, running: bool) -> str:
+    """One trainer: where it stands, and what it holds up while it is away.  running: the producer does; else all this is of before."""
+    connected = "connected" if running else "was connected"
     if entry["follower"]:
-        return "connected, takes no samples"
+        return f"{connected}, takes no samples"
     behind = f"{entry['lag']:,} samples behind" if entry["lag"] else "has every sample"
     if entry["connected"]:
-        return f"connected, {behind}, credit {size(entry['credit'])}"
+        return f"{connected}, {behind}, credit {size(entry['credit'])}"
     since = f"away for {ago(entry['away_s'])}" if entry["away_s"] is not None else "away"
     if not entry["lag"]:
         return f"{since}, {behind}"
     held = f", {size(entry['sole_bytes'])} of them for it alone" if entry["sole_bytes"] else ""
-    return f"{since}, {behind}: {size(entry['lag_bytes'])} are kept{held}. Never to come back? hsprod forget {name}"
+    advice = f". Never to come back? hsprod forget {name}" if (entry["away_s"] or LONG) >= LONG else ""
+    return f"{since}, {behind}: {size(entry['lag_bytes'])} are kept{held}{advice}"

@@ -52,14 +52,17 @@ def rows(values: dict, now: float) -> list[tuple[str, str]]:
     found += [("acceptance", values["acceptance"])] if values.get("acceptance") else []
     found += [("offline", values["offline"])] if values.get("offline") else []
     found.append(("stream", values.get("stream", "")))
-    if "receiving" in n:
+    if "receiving" in n and values.get("running", True):
         found.append(("link", link(n)))
     if "disk_used_bytes" in n:
         found.append(("disk", f"{size(n['disk_used_bytes'])} of {size(n['disk_budget_bytes'])} ({n['disk_used_bytes'] / n['disk_budget_bytes']:.0%}), "
                               f"{size(n['disk_free_bytes'])} free on the disk"))
-    if counts := {name: count for name, count in values.get("counters", {}).items() if count}:
+    if counts := {name: count for name, count in values.get("counters", {}).items() if count and name not in QUIET}:
         found.append(("counted", ", ".join(f"{name} {count:,}" for name, count in counts.items())))
     return found
+
+
+QUIET = frozenset({"samples", "bytes"})                     # shown above, in better words
 
 
 def link(n: dict) -> str:

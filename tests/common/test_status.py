@@ -158,16 +158,26 @@ def drawn(values: dict, rows, tmp_path) -> str:
 
 def test_the_producers_screen_names_who_holds_up_what_and_the_command_that_releases_it(tmp_path):
     text = drawn(PRODUCER, producer_seen.rows, tmp_path)
-    for says in ("samples 10 to 41 kept", "5.0 GB of 50.0 GB (10%)", "connected, 1 samples behind, credit 1.0 MB", "away for 3.0 d, 32 samples behind",
+    for says in ("samples 10 to 41 kept", "5.0 GB of 50.0 GB (10%)", "was connected, 1 samples behind, credit 1.0 MB", "away for 3.0 d, 32 samples behind",
                  "5.0 GB are kept, 4.0 GB of them for it alone", "hsprod forget old", "refused 2", "1 min ago", "link: [bold]cut[/bold]"):
         assert says in " ".join(text.split()).replace("│ ", "").replace(" │", "") or says in text, (says, text)
     assert "forget box" not in text and "tokens 9" not in text
 
 
+def test_a_short_absence_is_no_reason_to_forget_and_a_producer_that_is_down_knows_of_before():
+    old = PRODUCER["trainers"]["old"]
+    for away, advised in ((60.0, False), (3599.0, False), (3600.0, True), (None, True)):
+        assert ("hsprod forget old" in producer_seen.trainer("old", old | {"away_s": away}, True)) == advised
+    box = PRODUCER["trainers"]["box"]
+    assert producer_seen.trainer("box", box, False).startswith("was connected") and producer_seen.trainer("box", box, True).startswith("connected")
+
+
 def test_the_trainers_screen(tmp_path):
     text = drawn(TRAINER, trainer_seen.rows, tmp_path)
-    for says in ("ce_causal", "1 of 1 (100%)", "loss", "tau 3.1", "rows cut 4", "connected, 1 samples behind"):
+    for says in ("ce_causal", "1 of 1 (100%)", "loss", "tau 3.1", "rows cut 4"):
         assert says in text, text
+    assert "connected, 1 samples behind" not in text, "it is not running"
+    assert ("link", "connected, 1 samples behind, 0.00 MB/s, credit 1 B") in trainer_seen.rows(TRAINER | {"running": True}, 1000.0)
 
 
 @pytest.mark.parametrize("values, seen", [(PRODUCER, producer_seen.SEEN), (TRAINER, trainer_seen.SEEN)])
