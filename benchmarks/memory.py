@@ -32,9 +32,10 @@ SHAPES = {                     # hidden, target layers, vocabulary, taps, drafte
 }
 
 
-def job_of(hidden: int, layers: int, vocab: int, taps: int, depth: int, tokens: int, anchors: int, arm: str) -> Job:
+def job_of(hidden: int, layers: int, vocab: int, taps: int, depth: int, tokens: int, anchors: int, arm: str, *, gpu: bool = False,
+           tied: bool = True) -> Job:
     config = memory.drafter_for(hidden, layers, vocab, taps, arms.named(arm), num_hidden_layers=depth, block_size=16)
-    return Job(config, arms.named(arm).loss, 1, anchors, tokens, "adamw", head=vocab, gpu=False, tied=True)
+    return Job(config, arms.named(arm).loss, 1, anchors, tokens, "adamw", head=vocab, gpu=gpu, tied=tied)
 
 
 def measure(values: list, threads: int) -> dict:
