@@ -46,13 +46,39 @@ def test_grouped_equals_dense_in_output_and_gradients(monkeypatch, anchors, grou
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("anchors", ANCHORS.values(), ids=ANCHORS)
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_forward_equals_dense(anchors, rule):
-    """Its backward needs a GPU: torch has none on a CPU."""
-    anchors = torch.tensor(anchors)
-    rows, q, k, v = inputs(anchors)
-    with torch.no_grad():
-        dense, flex = (attention.ways(way, anchors, SLOTS, CONTEXT, [rule])[rule](rows, q, k, v) for way in ("dense", "flex"))
-    assert torch.allclose(flex, dense, atol=2e-6)
+def test_flex_equals_dense_in_output_and_gradients(monkeypatch, anchors, rule):
+    """torch refuses gradients of it on a CPU; its uncompiled form has them, which shows our mask at work there, not the GPU's kernel."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_tensors: None)
+    expected, gradients = out_and_gradients("dense", torch.tensor(anchors), rule)
+    got, others = out_and_gradients("flex", torch.tensor(anchors), rule)
+    assert torch.allclose(got, expected, atol=2e-6)
+    assert all(torch.allclose(one, other, atol=5e-6) for one, other in zip(gradients, others, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_with_gradients_on_a_cpu_raises():
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        out_and_gradients("flex", torch.tensor([[3]]), (True, None))
+
+
+@pytest.mark.parametrize("rule", [(causal, window) for causal in (True, False) for window in (None, 1, 100, 300)], ids=str)
+@pytest.mark.parametrize("context, count", [(40, 3), (1000, 90), (640, 64)])
+def test_tiles_are_those_of_torchs_own_mask(monkeypatch, context, count, rule):
+    """And never are more than STRIP of them looked at together."""
+    from torch.nn.attention.flex_attention import create_block_mask
+    rng = torch.Generator().manual_seed(count)
+    anchors = torch.stack([torch.randperm(context, generator=rng)[:count].sort().values for _ in range(2)])
+    anchors[1, count // 3:] = PADDING
+    layout, looked = geometry.layout(anchors, 16, context), []
+    expected = create_block_mask(lambda b, _, i, j: geometry.sees(layout[0][b, i], layout[1][b, i], layout[2][b, j], layout[3][b, j], *rule),
+                                 2, None, count * 16, context + count * 16, device="cpu")
+    monkeypatch.setattr(geometry, "visible", lambda *words, real=geometry.visible: looked.append(len(words[0][0])) or real(*words))
+    some, whole = attention.tiles(layout, rule)
+    assert max(looked) <= attention.STRIP * attention.TILE and sum(looked) == count * 16
+    for made, numbers, indices in ((some & ~whole, expected.kv_num_blocks, expected.kv_indices), (whole, expected.full_kv_num_blocks, expected.full_kv_indices)):
+        assert all(torch.equal(a, b) for a, b in zip(attention._listed(made), (numbers, indices), strict=True))
+    if context > 500:                                                           # else all is one tile
+        assert not some.all() and whole.any() == (rule[1] not in (1, 100)), "tiles are left out, and seen whole where the window reaches over one"
 
 
 @settings(max_examples=200, deadline=None)
