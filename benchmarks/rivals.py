@@ -28,8 +28,7 @@ def environment(folder: Path | None = None) -> Path:
     """The Python that has speculators, made where it is missing (a minute, about 500 MB).  RuntimeError if pip fails.
 
     folder: default ~/.cache/hsdraft/speculators-VERSION, or under XDG_CACHE_HOME."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = folder or cache / "hsdraft" / f"speculators-{SPECULATORS}"
+    folder = folder or place()
     python, ready = folder / "bin" / "python", folder / ".ready"
     if not python.exists():
         print(f"making an environment for speculators {SPECULATORS} in {folder}", file=sys.stderr, flush=True)
@@ -41,6 +40,16 @@ def environment(folder: Path | None = None) -> Path:
         _run(python, "-m", "pip", "install", "--quiet", "--no-deps", *BARE)
         ready.write_text(repr((NEEDS, BARE)))
     return python
+
+
+def place() -> Path:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "hsdraft" / f"speculators-{SPECULATORS}"
+
+
+def made() -> Path | None:
+    """That Python where it was made already, seeing this one's torch; None: it is missing."""
+    return environment() if (place() / ".ready").exists() else None
 
 
 def _run(*words: object) -> None:
@@ -128,3 +137,7 @@ def timed(optimizer: Any, name: str = "step") -> list[float]:
         return out
     setattr(optimizer, name, measured)
     return seconds
+
+
+if __name__ == "__main__":
+    environment()
