@@ -35,9 +35,11 @@ def show(settings: config.Memory) -> int:
         table.add_column(name, **how)
     for name, size in memory.parts(job).items():
         table.add_row(name, f"{size / GIB:.2f}")
-    need = memory.peak(job)
+    moments = memory.moments(job)
+    worst = max(moments, key=moments.get)
+    need = moments[worst]
     table.add_section()
-    table.add_row("at its peak (parts that never meet are not added)", f"{need / GIB:.2f}")
+    table.add_row(f"at its peak ({worst}); parts that never meet are not added", f"{need / GIB:.2f}")
     table.add_row(f"of --vram {settings.vram:g} less {RESERVE:g} in reserve", f"{usable / GIB:.2f}")
     console.print(table)
     if job.recomputes:
@@ -52,7 +54,7 @@ def suggestion(job: Job, usable: int) -> str:
     anchors = memory.largest(lambda n: fits(anchors=n), STEP, 4096)
     tokens = memory.largest(lambda n: fits(tokens=n), 16 * STEP, job.config.max_position_embeddings)
     if fits():
-        return (f"It fits. At {job.tokens} tokens up to --anchors {anchors} would; at {job.anchors} anchors up to --max-tokens {tokens}.")
+        return f"It fits. The most that would: --anchors {anchors} at {job.tokens} tokens, --max-tokens {tokens} at {job.anchors} anchors."
     ways = [f"--anchors {anchors}"] * bool(anchors) + [f"--max-tokens {tokens}"] * bool(tokens)
     if job.sequences > 1 and fits(sequences=1):
         ways.append("--sequences 1")

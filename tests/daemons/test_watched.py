@@ -56,11 +56,13 @@ def test_two_services_as_they_are_watched(tmp_path, start, monkeypatch):
     assert trainer.ended() == 0, trainer.text
     for name, words in (("p", "WATCHDOG=1"), ("t", "WATCHDOG=1"), ("p", "STATUS=evaluating"), ("t", "STATUS=training")):
         assert heard[name].heard(words), (name, words, heard[name].said[-5:])
-    producer.until(lambda: json.loads((tmp_path / "p" / "status.json").read_text())["numbers"]["evaluations"] == 1, "the evaluation is shown")
-    said = status.read(tmp_path / "p" / "status.json", time.time())
-    assert said["running"] and said["numbers"]["tau"] >= 1 and not said["trainers"]["box"]["connected"] and said["trainers"]["box"]["away_s"] >= 0
+    view = tmp_path / "p" / "status.json"
+    producer.until(lambda: json.loads(view.read_text())["numbers"]["evaluations"] == 1, "the evaluation is shown")
+    producer.until(lambda: not json.loads(view.read_text())["trainers"]["box"]["connected"], "the trainer is shown as away")
+    said = status.read(view, time.time())
+    assert said["running"] and said["numbers"]["tau"] >= 1 and said["trainers"]["box"]["away_s"] >= 0
     assert producer.stop() == 0 and heard["p"].heard("STOPPING=1")
-    assert not status.read(tmp_path / "p" / "status.json", time.time())["running"]
+    assert not status.read(view, time.time())["running"]
     [view] = (tmp_path / "t" / "status").glob("*.json")
     told = json.loads(view.read_text())
     assert told["numbers"]["step"] == 40 and told["arm"].startswith("ce_causal") and told["numbers"]["tau"] == said["numbers"]["tau"]
