@@ -60,6 +60,8 @@ class Run:
     device: str = option("auto", "cuda (CUDA and ROCm alike), cpu, or auto.")
     attend: Literal["auto", "flex", "grouped", "dense"] = option("auto", "How a step's blocks attend: flex (compiled, a GPU's), grouped (a CPU's), "
                                                                  "dense (every key under one mask). The numbers are the same.")
+    shard: bool = option(False, "Under torchrun: each rank holds a share of weights, gradients and optimiser state, where the whole does not "
+                                "fit on one card (FSDP).")
     threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
     disk_budget: float = option(200.0, "GB on disk for this box's store; receiving pauses when it is full.", min=0.001)
     credit: int = option(256, "MB of samples that may be on their way at once.", min=1)

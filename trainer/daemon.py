@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.status import Board
 from common.version import versions
 from protocol.events import LinkDown, LinkUp, ReportArrived
-from trainer import arms, config, following, objectives, order, ranks as ranks_of, seen, shortlist
+from trainer import arms, config, following, objectives, order, ranks as ranks_of, seen, sharded, shortlist
 from trainer.arms import Arm
 from trainer.batch import Samples, load_weights
 from trainer.evals import Evals
@@ -78,11 +78,18 @@ def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, de
             board.show({"doing": doing, "stream": inbox.line(), "run": str(folder), "run_name": folder.name, "arm": arm.name,
                         "counters": inbox.counters()}, time.time())
             service.notify(STATUS=f"{doing}; {inbox.line()}", WATCHDOG="1")
-        ready = prepare(settings, arm, folder, device, inbox, ranks.world, stop, say)
+        try:
+            ready = prepare(settings, arm, folder, device, inbox, ranks.world, stop, say)
+        except UserError:
+            ranks.agree(None)                            # so that the others go, too, and say nothing
+            ranks.close()
+            raise
         ranks.agree(ready and ready.work)
         if ready is None:
             return
         made, plan = ready.run, ready.plan
+        if ready.work.shard:
+            made.shard(ranks.world, device)
         log.info("run %s: arm %s, seed %d, %s at step %d of %d%s", folder, arm.name, settings.seed, "resumed" if made.resumed else "begun",
                  made.step, plan.steps, f", {ranks.world} ranks" if ranks.world > 1 else "")
         evals = Evals(made, inbox, dtype=ready.work.contract.dtype, every=settings.eval_all)
@@ -110,8 +117,11 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
     if not wait_for_samples(lambda: all(holds() for holds in enough), samples, inbox, stop, say):
         return None
     shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples, world)
+    if settings.shard:
+        sharded.check(world, plan.optimizer)
     what = identity(settings, arm, contract, shape, plan, inbox.store.stream)
-    made = Run(folder, what, shape, seed=settings.seed, optimizer=plan.optimizer, lr=plan.lr, device=device)
+    made = Run(folder, what, shape, seed=settings.seed, optimizer=plan.optimizer, lr=plan.lr,
+               device=torch.device("cpu") if settings.shard else device)           # whole it need not fit on a card
     made.drafter.way = None if settings.attend == "auto" else settings.attend
     settle_end(made, inbox, settings)
     if not made.resumed:
@@ -120,7 +130,7 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
         shortlist.settle(made, arm.draft_vocab, first)
     listed = made.drafter.shortlist
     work = following.Work(store=inbox.store.folder, assets=assets, contract=contract, shape=shape, plan=plan, identity=what, way=made.drafter.way,
-                          shortlist=None if listed is None else listed.cpu())
+                          shortlist=None if listed is None else listed.cpu(), shard=settings.shard)
     return Ready(made, plan, samples, embedding, shortlist.head_of(head, listed), work)
 
 

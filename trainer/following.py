@@ -1,7 +1,7 @@
 """What a rank that is not the first does under torchrun: it reads what rank 0 has settled, and takes its share of each step.
 
 It receives nothing, writes nothing and shows nothing.  Its weights are rank 0's from the start (DDP sends them), its
-optimiser's state is the run folder's, as rank 0's is."""
+optimiser's state is the run folder's, as rank 0's is.  With --shard they hold shares of both (trainer/sharded.py)."""
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -36,6 +36,7 @@ class Work:
     identity: dict                   # of run.json, before a shortlist is added
     way: Way | None                  # how blocks attend
     shortlist: Tensor | None
+    shard: bool
 
 
 def follow(folder: Path, arm: Arm, seed: int, ranks: Ranks, device: torch.device) -> None:
@@ -46,10 +47,13 @@ def follow(folder: Path, arm: Arm, seed: int, ranks: Ranks, device: torch.device
     embedding, head = load_weights(work.assets, device)
     with SampleStore(work.store, readonly=True) as store:
         samples = Samples(SimpleNamespace(store=store), head, contract=work.contract.hash, mask_token_id=work.contract.mask_token_id)
-        made = Run(folder, work.identity, work.shape, seed=seed, optimizer=work.plan.optimizer, lr=work.plan.lr, device=device)
+        made = Run(folder, work.identity, work.shape, seed=seed, optimizer=work.plan.optimizer, lr=work.plan.lr,
+                   device=torch.device("cpu") if work.shard else device)
         made.drafter.way = work.way
         if work.shortlist is not None:
             made.drafter.shortlist = work.shortlist.to(device)
+        if work.shard:
+            made.shard(ranks.world, device)
         nobody = SimpleNamespace()                                   # rank 0 evaluates, shows and decides
         Loop(arm=arm, plan=work.plan, run=made, samples=samples, embedding=embedding, head=head_of(head, made.drafter.shortlist),
              evals=nobody, offline=nobody, tick=str, ended=bool, stop=service.Stop(), board=nobody, ranks=ranks).follow()

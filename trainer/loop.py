@@ -28,6 +28,7 @@ log = logging.getLogger("hstrain")
 ROW_EVERY = 10               # steps between rows of metrics.jsonl
 SAY_EVERY_S = 10.0
 ENOUGH = "enough"            # rank 0's word to the others that no step follows
+STATE = "state"              # that it writes down what all hold
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,14 +61,16 @@ class Loop:
     numbers: dict = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._network = self.ranks.wrap(self.run.drafter)
+        self._network = self.run.drafter if self.run.sharded else self.ranks.wrap(self.run.drafter)
         self._rates = Rate(), Rate()
 
     def follow(self) -> None:
         """What a rank that is not the first does: its share of the steps that rank 0 decides on.  Nothing is written, and a stop
         is rank 0's to notice."""
         while (wanted := self.ranks.agree(None)) != ENOUGH:
-            if wanted is not None:
+            if wanted == STATE:
+                self.run.state()
+            elif wanted is not None:
                 self._step(wanted)
 
     def go(self) -> None:
@@ -85,9 +88,9 @@ class Loop:
             self._say("training", stream)
             if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
                 self._checkpoint()
-        self.ranks.agree(ENOUGH)
         if self.stop:
-            self.run.save()
+            self.run.save(self._state())
+        self.ranks.agree(ENOUGH)
         while self.evals.waiting and not self.evals.hopeless and not self.stop:
             stream = self.tick()
             self.evals.offer()
@@ -97,11 +100,17 @@ class Loop:
 
     def _checkpoint(self) -> None:
         """Before the state: a kill in between makes the same checkpoint, and measures it, again."""
-        self.run.checkpoint()
+        state = self._state()
+        self.run.checkpoint(state)
         position = self.run.step * self.plan.sequences
         self.offline.measure(reached(position, replay=self.plan.replay, closed=self.run.closed), lambda: service.notify(WATCHDOG="1"))
-        self.run.save()
+        self.run.save(state)
         self.evals.offer()
+
+    def _state(self) -> dict[str, Tensor]:
+        if self.run.sharded:
+            self.ranks.agree(STATE)
+        return self.run.state()
 
     def _wanted(self) -> list[int] | None:
         """Indices of the next step's samples, None while one of them has not come yet."""

@@ -109,12 +109,12 @@ class Offline:
 
         progress() is called before each text.  Where there is nothing to measure there is no row, and `line` or the log says so."""
         began, texts = time.monotonic(), min(TEXTS, order.aside(reached))
-        walks, spans, cut = [], [], 0
+        walks, spans, cut, drafter = [], [], 0, self._run.judged()
         for number in range(texts):
             progress()
             capture = self._samples[order.aside_index(number)]
             cut += max(0, capture.tokens - self._most)
-            walks.append(walk(self._run.drafter, *self._weights, capture, self._most))
+            walks.append(walk(drafter, *self._weights, capture, self._most))
             spans.append(span(capture.loss_mask[:self._most]))
         if not any(walks):
             if texts:

@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config import Kind
+from trainer.sharded import as_held
 
 BETAS = (0.9, 0.95)
 VECTORS = 0.15           # with muon: AdamW's learning rate of norms, as a share of the matrices'
 WARMUP = 0.04            # share of all steps
 FLOOR = 0.1              # of the peak learning rate, reached at the last step
 CLIP = 1.0               # gradient norm
+MASTER = "master."       # before a weight's name, in a run's state
 STATE = {torch.optim.AdamW: ("step", "exp_avg", "exp_avg_sq"), torch.optim.Muon: ("momentum_buffer",)}
 
 
@@ -64,7 +66,7 @@ def state_tensors(drafter: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]
     """{'master.NAME', 'exp_avg.NAME', ...}: all that a bitwise resume needs."""
     out = {}
     for name, parameter in drafter.named_parameters():
-        out[f"master.{name}"] = parameter.detach()
+        out[f"{MASTER}{name}"] = parameter.detach()
         state, _ = optimizer.state_of(parameter)
         out |= {f"{key}.{name}": value for key, value in state[parameter].items()}
     return out
@@ -75,10 +77,10 @@ def load_state_tensors(drafter: nn.Module, optimizer: Optimizer, tensors: dict[s
     left = dict(tensors)
     with torch.no_grad():
         for name, parameter in drafter.named_parameters():
-            parameter.copy_(left.pop(f"master.{name}"))
+            parameter.copy_(as_held(left.pop(f"{MASTER}{name}"), parameter))
             state, keys = optimizer.state_of(parameter)
             if any(f"{key}.{name}" in left for key in keys):
                 values = {key: left.pop(f"{key}.{name}") for key in keys}
-                state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in values.items()}
+                state[parameter] = {k: v if k == "step" else as_held(v, parameter) for k, v in values.items()}
     if left:
         raise KeyError(f"unknown tensor {next(iter(left))}")

@@ -2,8 +2,8 @@
 
 Rank 0 is the trainer: it receives, decides, writes, is watched.  The others follow its decisions and read the store that it
 fills, so all run on one box.  A step over n ranks is the step that one would take over all n shares together: losses are
-divided by the weights of all shares, and DDP sums the gradients.  Left out: sharded weights (FSDP); a drafter of the released
-shape is 386 M parameters, and its masters, gradients and Adam's moments fit any card that can hold its activations."""
+divided by the weights of all shares, and DDP sums the gradients, each rank with a whole drafter: of the released shape that is
+386 M parameters.  For larger ones, sharded.py."""
 from __future__ import annotations
 
 import os

@@ -19,14 +19,16 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from torch import Tensor
 
 from common import files
 from common.drafter import checkpoint
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
 from common.metrics import Metrics
-from trainer import optim
+from trainer import optim, sharded
 from trainer.claim import claim
+from trainer.optim import MASTER
 
 
 class Run:
@@ -39,11 +41,20 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         claim(folder / "run.json", identity, what="run", option="--run-dir")
         self.drafter = Drafter(config, generator=torch.Generator().manual_seed(seed)).to(device)
-        self.optimizer = optim.Optimizer(self.drafter, optimizer, lr)
+        self._optimizer = optimizer, lr
+        self.optimizer = optim.Optimizer(self.drafter, *self._optimizer)
+        self.sharded = False
         self.step = self.tokens = 0
         self.closed: int | None = _read(folder / "closed.json").get("samples")
         self.resumed = self._load()
         self.metrics = Metrics(folder / "metrics.jsonl")
+
+    def shard(self, world: int, device: torch.device) -> None:
+        """Rank 0's weights and everybody's state in shares on the device from here on.  Every rank calls it, and `state`."""
+        state = optim.state_tensors(self.drafter, self.optimizer)
+        sharded.shard(self.drafter, world, device)
+        self.optimizer, self.sharded = optim.Optimizer(self.drafter, *self._optimizer), True
+        optim.load_state_tensors(self.drafter, self.optimizer, state)
 
     def generators(self, positions: Iterable[int]) -> list[torch.Generator]:
         """For the sequences that are read at these positions of the run (order.py)."""
@@ -53,20 +64,33 @@ class Run:
         files.write_whole(self.folder / "closed.json", json.dumps({"samples": samples}).encode())
         self.closed = samples
 
-    def checkpoint(self) -> Path:
-        """A drafter folder in the released format, its record beside it; durable on return."""
+    def state(self) -> dict[str, Tensor]:
+        """All that a bitwise resume needs, on the CPU.  Where it is held in shares, every rank calls this at the same time."""
+        return {name: sharded.whole(value).contiguous().cpu() for name, value in optim.state_tensors(self.drafter, self.optimizer).items()}
+
+    def checkpoint(self, state: dict[str, Tensor] | None = None) -> Path:
+        """A drafter folder in the released format, its record beside it; durable on return.  state: as given to `save`."""
         folder = self.folder / "checkpoints" / f"step-{self.step:08d}"
         folder.parent.mkdir(exist_ok=True)
-        checkpoint.save(folder, self.drafter, self.identity | {"step": self.step, "tokens": self.tokens})
+        weights = {name.removeprefix(MASTER): value for name, value in (state or {}).items() if name.startswith(MASTER)}
+        checkpoint.save(folder, self.drafter, self.identity | {"step": self.step, "tokens": self.tokens}, weights=weights or None)
         return folder
 
-    def save(self) -> None:
-        """The state to resume from; durable on return."""
+    def judged(self) -> Drafter:
+        """The drafter whose acceptance is measured: this one or, where it is held in shares, its last checkpoint, on the same device."""
+        if not self.sharded:
+            return self.drafter
+        device = self.drafter.fc.weight.device
+        drafter, _, _ = checkpoint.load(self.checkpoints()[-1], device, torch.float32 if device.type == "cpu" else torch.bfloat16)
+        drafter.way = self.drafter.way
+        return drafter
+
+    def save(self, state: dict[str, Tensor]) -> None:
+        """`state`, to resume from; durable on return."""
         temporary = self.folder / ".resume.tmp"
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        tensors = {k: v.contiguous().cpu() for k, v in optim.state_tensors(self.drafter, self.optimizer).items()}
-        save_file(tensors, temporary / "state.safetensors", metadata={"step": str(self.step), "tokens": str(self.tokens)})
+        save_file(state, temporary / "state.safetensors", metadata={"step": str(self.step), "tokens": str(self.tokens)})
         files.publish_folder(temporary, self.folder / "resume")
 
     def _load(self) -> bool:

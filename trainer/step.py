@@ -14,6 +14,7 @@ from trainer.batch import Batch
 from trainer.head import Rows, Sums, weighted_sums
 from trainer.optim import CLIP, Optimizer
 from trainer.ranks import ALONE, Ranks
+from trainer.sharded import whole
 
 
 def rows_of(batch: Batch, arm: Arm, shortlist: Tensor | None = None) -> Rows:
@@ -56,7 +57,7 @@ def train_step(drafter: Drafter, optimizer: Optimizer, embedding: Tensor, head: 
     denominator = ranks.total(made.denominator).clamp_min(1e-9)               # the one division: objectives.DENOMINATOR
     (made.numerator * ranks.world / denominator).backward()                   # gradients are averaged over ranks, not summed
     loss = ranks.total(made.numerator) / denominator
-    norm = torch.nn.utils.clip_grad_norm_(drafter.parameters(), CLIP)
+    norm = whole(torch.nn.utils.clip_grad_norm_(drafter.parameters(), CLIP))
     if not torch.isfinite(norm):
         raise FloatingPointError(f"gradient norm is {norm.item()} (loss {loss.item()})")
     optimizer.step(share)

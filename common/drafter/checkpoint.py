@@ -29,11 +29,11 @@ MOST_HEADER = 1 << 20          # bytes; 69 tensors need about 8 KiB
 MOST_JSON = 1 << 20            # bytes of config.json and record.json each
 
 
-def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torch.bfloat16) -> None:
+def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torch.bfloat16, weights: dict[str, Tensor] | None = None) -> None:
     """Write the folder under a temporary name beside it, make it durable, rename.  A folder of that name is replaced.
 
     record: arm, seed, step, tokens, contract hash, versions: anything JSON can hold; where the drafter has a
-    shortlist, "shortlist", its length, is added to it.  ValueError on a dtype that load would refuse; a failure leaves no
+    shortlist, "shortlist", its length, is added to it.  weights: by name, where the drafter itself holds shares of them only.  ValueError on a dtype that load would refuse; a failure leaves no
     temporary folder and the older checkpoint as it was."""
     if dtype not in NAMES:
         raise ValueError(f"checkpoints are {', '.join(NAMES.values())}, not {dtype}")
@@ -41,7 +41,7 @@ def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torc
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
-        tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in drafter.state_dict().items()}
+        tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in (weights or drafter.state_dict()).items()}
         safetensors.torch.save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         _write_json(temporary / CONFIG, drafter.config.to_json() | {"dtype": NAMES[dtype]})
         if drafter.shortlist is not None:

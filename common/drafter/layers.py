@@ -63,6 +63,11 @@ class Attention(nn.Module):
         k = rotate(self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim))), rope)
         return k.transpose(1, 2), self.v_proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
+    def of_context(self, x: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        """keys_values of context features.  Called from outside, by a name of its own: where weights are held in shares (FSDP), a call
+        gathers them before it and lets them go after it, and forward is one such call already."""
+        return self.keys_values(x, rope)
+
     def forward(self, x: Tensor, rope: Rope, attend: Attend) -> Tensor:
         k, v = self.keys_values(x, rope)
         q = rotate(self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.head_dim))), rope)

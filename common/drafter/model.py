@@ -109,7 +109,7 @@ class Drafter(nn.Module):
         if not torch.is_autocast_enabled(taps.device.type):      # autocast casts in the product, without a wide copy
             taps = taps.to(self.fc.weight.dtype)
         feature = self.hidden_norm(self.fc(taps))
-        return [layer.self_attn.keys_values(feature, rope) for layer in self.layers]
+        return [layer.self_attn.of_context(feature, rope) for layer in self.layers]
 
     def _rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rope_tables(positions, self.config.head_dim, self.config.rope_theta)

@@ -138,13 +138,13 @@ def test_a_kill_at_each_stage_of_a_save_leaves_one_whole_state(tmp_path, monkeyp
             return real(*words, **named)
         return call
 
-    def save(self, real=Run.save):
+    def save(self, state, real=Run.save):
         saves.append(1)
         if len(saves) == 2:
             place, name, at = {"save_file": (module, "save_file", 1), "first rename": (module.Path, "rename", 1),
                                "second rename": (module.Path, "rename", 2), "last rmtree": (module.shutil, "rmtree", 3)}[stage]
             monkeypatch.setattr(place, name, dying(getattr(place, name), at))
-        real(self)
+        real(self, state)
     monkeypatch.setattr(Run, "save", save)
     with pytest.raises(KeyboardInterrupt):
         first.go()
