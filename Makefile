@@ -13,8 +13,9 @@ demo: $(READY)
 demo-smollm2: $(READY)
 	$(BIN)/python tools/demo.py --target smollm2
 
+# Two files at a time, each on one thread.  ARGS: more for pytest, such as a file.
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt -e '.[bench]'

@@ -1,6 +1,7 @@
 """What the comparisons with speculators rest on, without speculators: equal order, nothing set aside twice, ratios, answers."""
 from __future__ import annotations
 
+import mmap
 import sys
 from argparse import Namespace
 
@@ -112,8 +113,8 @@ def test_a_worker_answers_and_says_why_it_failed():
 
 def test_peak_counts_memory_that_was_given_back():
     peak = rivals.Peak()
-    block = np.ones(8_000_000)
-    del block
+    with mmap.mmap(-1, 64_000_000) as block:                     # pages of its own, which malloc has not at hand
+        block.write(bytes(64_000_000))
     assert peak.bytes() >= 60_000_000
 
 
