@@ -12,7 +12,7 @@ from common.errors import UserError
 from producer.config import Doctor, Serve
 
 UNIFIED = ("gfx1103", "gfx1150", "gfx1151", "gfx1152")       # AMD GPUs that have no memory of their own
-RESERVE = 4 * GIB            # beside the weights: keys, values and states of a batch, one capture, a drafter (README has the figures)
+RESERVE = 4 * GIB            # beside the weights: keys, values and states of a batch, one capture, a drafter (docs/strix-halo.md has the figures)
 SYSTEM = 12 * GIB            # of the RAM, that a GPU without its own had better leave
 WITHOUT = (r"^mtp\.", r"(^|\.)visual\.", r"(^|\.)vision_")   # weights of the files that the text model does not read
 

@@ -113,7 +113,7 @@ def test_the_table_of_a_real_target(monkeypatch):
 
 
 def test_the_users_target_by_arithmetic():
-    """README: 34.66 billion weights, about 6 GB a step, 28 ms at 215 GB/s; the drafter 771.8 MB (dflash-facts 1.2)."""
+    """docs/strix-halo.md: 34.66 billion weights, about 6 GB a step, 28 ms at 215 GB/s; the drafter 771.8 MB (dflash-facts 1.2)."""
     config = Qwen3_5MoeTextConfig()
     drafter = shape_for(2048, config.vocab_size, 40, (1, 6, 11, 16, 22, 27, 32, 37), 248077, "mixed")
     got = roofline.expected(config, drafter, copy_rate=215e9, context_tokens=1024)
