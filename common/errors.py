@@ -11,6 +11,7 @@ Anything else is a bug of ours and stops the process loudly with a traceback.
 from __future__ import annotations
 
 EXIT_USER = 2
+MOST_TEXT = 2000             # characters of a peer's words in one line
 
 
 class HsdraftError(Exception):
@@ -22,7 +23,10 @@ class UserError(HsdraftError):
 
 
 class PeerError(HsdraftError):
-    """The other end broke the protocol, or refuses us."""
+    """The other end broke the protocol, or refuses us.  It often quotes the peer, so its text is one_line()."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(one_line(text))
 
 
 class CorruptError(PeerError):
@@ -31,3 +35,10 @@ class CorruptError(PeerError):
 
 class CaptureError(HsdraftError):
     """A capture with an impossible layer or row, named in the message."""
+
+
+def one_line(text: object) -> str:
+    """What a peer wrote, fit for a log and a terminal: no control characters, at most MOST_TEXT characters."""
+    shown = str(text)
+    shown = shown if len(shown) <= MOST_TEXT else shown[:MOST_TEXT - 3] + "..."
+    return "".join(c if c.isprintable() else " " for c in shown)

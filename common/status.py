@@ -20,12 +20,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from common import logs
-from common.errors import UserError
+from common import jsons, logs
+from common.errors import UserError, one_line
 
 log = logging.getLogger("status")
 RATE_OVER = 60.0             # seconds that a rate is taken over
 AGAIN = 60.0                 # seconds until a failure to write is said again
+UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError)     # what values of a wrong shape give
 Rows = Callable[[dict, float], list[tuple[str, str]]]         # one daemon's values, wall seconds -> (what, says), for people
 
 
@@ -86,11 +87,23 @@ class Rate:
 
 
 def read(path: Path, now: float) -> dict:
-    """What stands in the file, with "state": running or not, by its process and its age."""
-    values = json.loads(path.read_text())
-    age = max(0.0, now - values["written_at"])
-    running = values["started"] != "" and _started(values["pid"]) == values["started"]
-    return {"running": running, "state": f"{'running' if running else 'not running'}, last word {ago(age)} ago"} | values
+    """What stands in the file, with "state": running or not, by its process and its age.
+
+    UserError where that is nothing of ours: it is not durable, so a power cut can leave an empty or half a file."""
+    try:
+        values = jsons.loads(path.read_text("utf-8"))
+        age, pid = max(0.0, now - values["written_at"]), values["pid"]
+        running = type(pid) is int and values["started"] != "" and _started(pid) == values["started"]
+        return {"running": running, "state": f"{'running' if running else 'not running'}, last word {ago(age)} ago"} | values
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    except UNREADABLE as error:
+        raise damaged(path, error) from None
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    return UserError(f"{path} is damaged, or of another version ({type(error).__name__}: {one_line(error)[:80]}); a daemon that runs writes it anew "
+                     "within a second")
 
 
 def _started(pid: int) -> str:
@@ -124,8 +137,12 @@ def screen(paths: list[Path], command: str, rows: Rows, now: float) -> Group:
         values = read(path, now)
         table = Table(title=f"{command}: {values['state']}", title_style="bold" if values["running"] else "bold red", show_header=False,
                       title_justify="left", min_width=72)
-        for what, says in [*rows(values, now), *troubles(values, now)]:
-            table.add_row(what, Text(says))
+        try:
+            lines = [(what, Text(says)) for what, says in [*rows(values, now), *troubles(values, now)]]
+        except UNREADABLE as error:
+            raise damaged(path, error) from None
+        for what, says in lines:
+            table.add_row(what, says)
         tables.append(table)
     return Group(*tables)
 

@@ -16,6 +16,7 @@ from common import exporter, files, service
 from common.capture import parse_taps
 from common.contract import ExtractionContract
 from common.drafter import checkpoint
+from common.drafter.config import DrafterConfig
 from common.errors import CorruptError, UserError
 from common.status import Board, Rate
 from producer import assets, evaluate, experts, packed, prompts as prompt_files, seen, selftest
@@ -106,18 +107,15 @@ class Evaluator:
         self._target, self._contract, self._stop = target, contract, stop
         chosen = sorted(held_out, key=lambda p: p.id)[:settings.eval_prompts]
         self._prompts = [(p.id, prompt_files.render(target.tokenizer, p, contract.thinking)) for p in chosen]
+        self._positions = max((len(ids) for _, ids in self._prompts), default=0) + settings.eval_new_tokens
         self.prompts_hash = prompt_files.prompts_hash(chosen)
         self._plain = evaluate.PlainTexts(target, Limit(settings.eval_new_tokens, target.eos_ids), contract.taps, between=stop.check)
 
     def report(self, ready: CheckpointReady) -> dict:
         """Raises CorruptError for a checkpoint that cannot be used, Stopped."""
         drafter, config, record = checkpoint.load(ready.folder, device=self._target.device, dtype=self._target.dtype)
+        check_fits(config, record, self._contract, self._positions)
         packed.pack(drafter)
-        for name, ours, theirs in (("contract", self._contract.hash, record.get("contract")), ("taps", self._contract.taps, config.taps),
-                                   ("hidden size", self._target.hidden_size, config.hidden_size),
-                                   ("mask token", self._target.mask_token_id, config.mask_token_id)):
-            if ours != theirs:
-                raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
         began = time.monotonic()
         result = evaluate.evaluate(self._target, drafter, self._prompts, self._plain, seed=0, progress=lambda _done, _of: self._stop.check(),
                                    between=self._stop.check)
@@ -127,6 +125,17 @@ class Evaluator:
             log.warning("%s step %d: the report is too large for one message; its accepted lists are left out (%d prompts), so that arms "
                         "are compared without pairing: fewer --eval-prompts or --eval-new-tokens make it fit", ready.run, ready.step, len(result["texts"]))
         return sent
+
+
+def check_fits(config: DrafterConfig, record: dict, contract: ExtractionContract, positions: int) -> None:
+    """CorruptError where this target cannot decode `positions` tokens with a checkpoint that says so of itself."""
+    for name, ours, theirs in (("contract", contract.hash, record.get("contract")), ("taps", contract.taps, config.taps),
+                               ("hidden size", contract.hidden_size, config.hidden_size), ("vocabulary", contract.vocab_size, config.vocab_size),
+                               ("mask token", contract.mask_token_id, config.mask_token_id)):
+        if ours != theirs:
+            raise CorruptError(f"checkpoint's {name} is {theirs}, the target's {ours}")
+    if config.max_position_embeddings < positions:
+        raise CorruptError(f"checkpoint knows {config.max_position_embeddings} positions; prompts and new tokens here need {positions}")
 
 
 @dataclass

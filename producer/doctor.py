@@ -142,7 +142,7 @@ def serves(settings: Serve) -> bool:
     """Whether a producer of this state folder runs and listens there."""
     try:
         said = status.read(settings.state_dir / "status.json", time.time())
-    except (OSError, ValueError, KeyError):
+    except UserError:
         return False
     return said["running"] and said.get("address") == settings.bind
 

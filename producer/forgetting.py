@@ -5,13 +5,13 @@ producer obeys at once, and one that does not run when it starts.  Left out: a w
 next sample that needs it."""
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 
-from common import status
+from common import jsons, status
 from common.errors import UserError
 from protocol.producer_link import FORGET
+from protocol.subscribers import SEQ_OR_NONE
 
 PATIENCE = 10.0              # seconds until a running producer that does not answer is taken to be starting
 
@@ -41,13 +41,13 @@ def forget(state_dir: Path, name: str, *, patience: float = PATIENCE) -> str:
 def known(path: Path) -> dict[str, int]:
     """{trainer: last sample that it has}.  UserError where the file cannot be read."""
     try:
-        return json.loads(path.read_text())["acked"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return {name: SEQ_OR_NONE(seq) for name, seq in jsons.loads(path.read_text("utf-8"))["acked"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {getattr(error, 'strerror', None) or 'damaged'}; run this as the user that runs hsprod serve") from None
 
 
 def said(path: Path) -> dict:
     try:
         return status.read(path, time.time())
-    except (OSError, ValueError, KeyError):
+    except UserError:
         return {}

@@ -10,7 +10,6 @@ own loader, lazily.  Left out: .bin files, and where the module goes (target).
 """
 from __future__ import annotations
 
-import json
 import math
 import mmap
 import re
@@ -23,6 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from common import jsons
 from common.errors import UserError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64, "I32": torch.int32,
@@ -65,7 +65,7 @@ def placed(folder: Path) -> dict[str, str]:
     """Every weight's name in the files -> the file that holds it; by the index, where there is one, and by nothing else."""
     if (folder / INDEX).is_file():
         try:
-            return dict(json.loads((folder / INDEX).read_text())["weight_map"])
+            return dict(jsons.loads((folder / INDEX).read_text("utf-8"))["weight_map"])
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(f"{folder / INDEX} is no index of weights ({error!r}); fetch it again") from None
     if not (folder / SINGLE).is_file():
@@ -133,7 +133,7 @@ def contents(path: Path) -> dict[str, Weight]:
             [length] = struct.unpack("<Q", file.read(8))
             if length > min(LONGEST_HEADER, path.stat().st_size - 8):
                 raise ValueError("its header is longer than the file")
-            header = json.loads(file.read(length))
+            header = jsons.loads(file.read(length))
         header.pop("__metadata__", None)
         held = {name: Weight(path, 8 + length + at["data_offsets"][0], DTYPES[at["dtype"]], tuple(at["shape"]))
                 for name, at in header.items()}

@@ -236,7 +236,7 @@ def _read_side(frame: memoryview, header: Header) -> dict[str, np.ndarray]:
         at += side[name].nbytes
     if side["lengths"].sum(dtype=np.uint64) != header.body_bytes or side["counts"].sum(dtype=np.uint64) != header.escapes:
         raise CorruptError("sample: frame lengths or escape counts do not add up")
-    if header.escapes and (side["positions"] >= np.repeat(sizes, side["counts"])).any():
+    if any(len(where) and where.max() >= size for (where, _), size in zip(_places(side), sizes)):
         raise CorruptError("sample: an escape lies outside its piece")
     if (side["loss_mask"] > 1).any() or ((side["probe_rows"] < 0) | (side["probe_rows"] >= header.tokens)).any():
         raise CorruptError("sample: loss mask or probe rows out of range")

@@ -12,7 +12,8 @@ from typing import Any
 
 import msgpack
 
-from common.errors import PeerError
+from common import jsons
+from common.errors import PeerError, one_line
 from protocol.events import (VERSION, Ack, AssetData, AssetGet, Bye, CheckpointData, CheckpointGet, CheckpointOffer, Credit, Differs,
                              FileInfo, Heartbeat, Hello, LocalError, Message, Refuse, Report, SampleData, StreamHeartbeat, Welcome)
 
@@ -50,6 +51,12 @@ def text(longest: int, pattern: str = r"(?s).*") -> Check:
             raise ValueError(f"must be text of at most {longest} characters" + (f" like {pattern}" if pattern != r"(?s).*" else ""))
         return value
     return check
+
+
+def words(longest: int) -> Check:
+    """Text for people: it ends in a log or on a screen, so it becomes one line of printable characters."""
+    check = text(longest)
+    return lambda value: one_line(check(value))
 
 
 def optional(inner: Check) -> Check:
@@ -90,6 +97,7 @@ def plain(value: Any) -> dict:
     """A map that JSON can say; its reader checks the shape (the contract: ExtractionContract.from_dict)."""
     try:
         json.dumps(value, sort_keys=True)                    # refuses bytes and msgpack's own types at any depth
+        jsons.shallow(value)
     except (TypeError, ValueError, RecursionError):
         value = None
     if type(value) is not dict:
@@ -100,8 +108,8 @@ def plain(value: Any) -> dict:
 def document(value: bytes) -> dict:
     """JSON in a buffer: a report is larger than a header may be."""
     try:
-        found = json.loads(value)
-    except (ValueError, RecursionError):
+        found = jsons.loads(value)
+    except ValueError:
         raise ValueError("must be JSON") from None
     if type(found) is not dict:
         raise ValueError("must be a JSON object")
@@ -113,7 +121,7 @@ SEQ = integer(0, MAX_SEQ)
 NAME = text(64, r"[A-Za-z0-9][A-Za-z0-9._:-]*")
 OFFER = text(32, "[0-9a-f]{32}")
 STREAM = text(64, r"[A-Za-z0-9._:-]+")
-REASON = text(4096)
+REASON = words(4096)
 OFFSET, LENGTH = integer(0, MAX_FILE), integer(1, CHUNK)
 
 FIELDS: dict[type, dict[str, Check]] = {
@@ -124,7 +132,7 @@ FIELDS: dict[type, dict[str, Check]] = {
     CheckpointOffer: {"offer": OFFER, "run": NAME, "step": SEQ, "contract_hash": HEX64, "files": files(CHECKPOINT_NAMES)},
     CheckpointData: {"offer": OFFER, "name": text(64), "offset": OFFSET},
     Welcome: {"contract": plain, "stream": STREAM, "first_seq": SEQ, "next_seq": SEQ, "assets": files(ASSET_NAMES), "evaluation": flat},
-    Refuse: {"reason": REASON, "fields": many(text(512), 64)},
+    Refuse: {"reason": REASON, "fields": many(words(512), 64)},
     SampleData: {"seq": SEQ},
     AssetData: {"sha256": HEX64, "offset": OFFSET},
     CheckpointGet: {"offer": OFFER, "name": text(64), "offset": OFFSET, "length": LENGTH},

@@ -46,7 +46,7 @@ def allow(folder: Path, key: str, comment: str = "") -> bool:
     if check(key) in _allowed(folder):
         return False
     path = folder / ALLOWED
-    old = path.read_text() if path.exists() else ""
+    old = _read(path) if path.exists() else ""
     write_whole(path, (old + ("\n" if old and not old.endswith("\n") else "") + f"{key} {' '.join(comment.split())}".rstrip() + "\n").encode())
     return True
 
@@ -91,7 +91,7 @@ class TrainerKeys:
         self.secret = _secret(folder)
         self.public = zmq.curve_public(self.secret)
         try:
-            self.producer = check((folder / PRODUCER).read_text().strip()).encode()
+            self.producer = check(_read(folder / PRODUCER).strip()).encode()
         except FileNotFoundError:
             raise UserError(f"{folder / PRODUCER} is missing: it holds the producer's public key, as `hsprod keygen` printed it") from None
 
@@ -115,10 +115,17 @@ def _secret(folder: Path) -> bytes:
         raise UserError(f"{path} is missing: make a key with keygen") from None
     if mode & 0o077:
         raise UserError(f"{path} can be read by others (mode {mode:o}): chmod 600 it, or make a new key")
-    return check(path.read_text().strip()).encode()
+    return check(_read(path).strip()).encode()
 
 
 def _allowed(folder: Path) -> frozenset[str]:
     path = folder / ALLOWED
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = _read(path).splitlines() if path.exists() else []
     return frozenset(check(line.split()[0]) for line in lines if line.strip() and not line.startswith("# "))
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except UnicodeDecodeError:
+        raise UserError(f"{path} is no text in UTF-8: write it anew, or make a new key") from None

@@ -16,6 +16,7 @@ from common.files import sha256_file
 from protocol.events import CheckpointOffer
 from protocol.transfer import PartFile, offer_id
 
+MAX_HANDED = 32              # checkpoints that wait or are in evaluation, of all trainers: each holds a record of up to a MiB
 MAX_REPORTS = 32             # kept to answer an offer repeated after a cut without another evaluation
 
 
@@ -104,6 +105,9 @@ class Offers:
         return (peer, offer) in self._handed
 
     def fetch(self, peer: str, offer: CheckpointOffer) -> Fetch:
+        """Raises PeerError where too many wait, or as Fetch does."""
+        if len(self._handed) >= MAX_HANDED and all((ready.peer, ready.run) != (peer, offer.run) for ready in self._handed.values()):
+            raise PeerError(f"CheckpointOffer: {MAX_HANDED} checkpoints wait already; offer it again later")
         fetch = Fetch(self._root, peer, offer)
         kept = {ready.folder for ready in self._handed.values()} | {fetch.folder}
         for old in fetch.folder.parent.iterdir():                            # of this trainer and run, never to be asked for again

@@ -7,12 +7,15 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from common.contract import ExtractionContract, differences
-from common.errors import PeerError
+from common.errors import PeerError, one_line
 from protocol.events import (Ack, Acked, AssetData, AssetGet, Bye, CheckpointData, CheckpointGet, CheckpointOffer, Credit, Event, FileInfo,
                              Heartbeat, Hello, Joined, LinkLost, LocalError, Message, Offered, Refuse, Refused, Report, SampleData,
                              StreamHeartbeat, Welcome)
 from protocol.rules import MAX_IN_FLIGHT, MAX_OFFERS, MAX_UNACKED, STREAMING, Core, ReadChunk, ReadSample, State, Timing, clip, may_send
 from protocol.transfer import Pull
+
+
+MOST_NAMED = 32              # differing fields in one Refuse: of 256 characters of 4 bytes each, half a header
 
 
 @dataclass(frozen=True)
@@ -186,7 +189,7 @@ def judge(hello: Hello, facts: StreamFacts, first: int, end: int) -> Refuse | No
     refused with the range: a gap is never skipped.
     """
     if hello.contract is not None and (fields := differences(facts.contract, ExtractionContract.from_dict(hello.contract))):
-        return Refuse("the trainer's contract differs from the producer's", tuple(f[:512] for f in fields))
+        return Refuse("the trainer's contract differs from the producer's", named(fields))
     if hello.stream not in (None, facts.stream):
         return Refuse("the trainer's store is of another stream", (f"stream: {facts.stream} -> {hello.stream}",))
     if hello.stream is None and hello.next_seq:
@@ -196,3 +199,9 @@ def judge(hello: Hello, facts: StreamFacts, first: int, end: int) -> Refuse | No
                 else f"samples {end} to {hello.next_seq - 1} were never made here")
         return Refuse(f"{what}; this stream holds {first} to {end - 1}", (f"next_seq: {first}..{end} -> {hello.next_seq}",))
     return None
+
+
+def named(fields: list[str]) -> tuple[str, ...]:
+    """Fields as one Refuse carries them, whatever the peer wrote there: the first MOST_NAMED, cut; how many more there are is said."""
+    shown = tuple(one_line(text)[:256] for text in fields[:MOST_NAMED])
+    return shown + ((f"{len(fields) - MOST_NAMED} more",) if len(fields) > MOST_NAMED else ())

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from collections.abc import Callable
 from enum import Enum
 
-from common.errors import PeerError
+from common.errors import PeerError, one_line
 from protocol.events import (Ack, AssetData, AssetGet, Bye, CheckpointData, CheckpointGet, CheckpointOffer, Chunk, Credit, Event, Heartbeat,
                              Hello, LinkLost, LocalError, Message, Refuse, Report, SampleData, StreamHeartbeat, Welcome)
 from protocol.transfer import OUTSTANDING, Pull
@@ -161,4 +161,4 @@ class Core:
 
 def clip(reason: object) -> str:
     """Any text as a reason on the wire."""
-    return str(reason)[:2000].encode("utf-8", "replace").decode()
+    return one_line(reason)

@@ -19,13 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
+from common import jsons
 from common.contract import ExtractionContract, differences
 from common.errors import CorruptError, HsdraftError, PeerError, UserError
 from common.files import fsync_dir, write_whole
 from protocol import codec
 
 META, LOCK = "meta.json", "lock"
-NAME = re.compile(r"(\d{12})\.hs(\.corrupt)?")
+NAME = re.compile(r"([0-9]{12})\.hs(\.corrupt)?")
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -272,7 +273,7 @@ def _take_lock(folder: Path) -> int:
 def _read_meta(folder: Path) -> tuple[str, dict, int] | None:
     """Stream, contract, first sequence number; None where the folder has no stream yet."""
     try:
-        meta = json.loads((folder / META).read_text())
+        meta = jsons.loads((folder / META).read_text("utf-8"))
         stream, contract, first = meta["stream"], meta["contract"], meta["first"]
         if type(stream) is not str or not stream or type(first) is not int or first < 0:
             raise ValueError("stream or first is not what it should be")

@@ -11,10 +11,13 @@ import threading
 import time
 from pathlib import Path
 
-from common.errors import UserError
+from common import jsons
+from common.errors import UserError, one_line
 from common.files import write_whole
+from protocol.frames import MAX_SEQ, integer
 
 log = logging.getLogger("link")
+SEQ_OR_NONE = integer(-1, MAX_SEQ)
 EVERY = 1.0                  # seconds between saves of mere progress
 
 
@@ -31,12 +34,12 @@ class Subscribers:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
             try:
-                found = json.loads(path.read_text())
+                found = jsons.loads(path.read_text("utf-8"))
                 if found["stream"] == stream:
-                    self._acked = {str(name): int(seq) for name, seq in found["acked"].items()}
-                    self._seen = {str(name): float(at) for name, at in found.get("seen", {}).items()}
+                    self._acked = {name: SEQ_OR_NONE(seq) for name, seq in found["acked"].items()}
+                    self._seen = {name: _wall(at) for name, at in found.get("seen", {}).items()}
                 else:
-                    log.warning("%s is of stream %s; this is %s: starting with no known trainer", path, found["stream"], stream)
+                    log.warning("%s is of stream %s; this is %s: starting with no known trainer", path, one_line(found["stream"]), stream)
             except (ValueError, KeyError, TypeError, AttributeError):
                 raise UserError(f"{path} is damaged: remove it; trainers are known again once they connect") from None
 
@@ -98,3 +101,9 @@ class Subscribers:
             except OSError as error:
                 self.failures += 1
                 log.error("%s: %s; trying again", self._path, error)
+
+
+def _wall(at: object) -> float:
+    if type(at) not in (int, float) or not 0 <= at < 1e12:
+        raise ValueError("no time")
+    return float(at)

@@ -16,6 +16,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from common import jsons
 from common.drafter import vocab
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
@@ -115,7 +116,7 @@ def read_header(path: Path) -> dict[str, dict]:
             length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
             if not 2 <= length <= min(MOST_HEADER, size - 8):
                 raise CorruptError(f"checkpoint: {path.name}: header of {length} bytes in a file of {size}, at most {MOST_HEADER}")
-            header = json.loads(file.read(length))
+            header = jsons.loads(file.read(length))
     except OSError as error:
         raise CorruptError(f"checkpoint: {path.name}: {error.strerror}") from None
     except ValueError:
@@ -174,7 +175,7 @@ def read_json(path: Path) -> dict:
     try:
         if path.stat().st_size > MOST_JSON:
             raise CorruptError(f"checkpoint: {path.name} is larger than {MOST_JSON} bytes")
-        data = json.loads(path.read_text("utf-8"))
+        data = jsons.loads(path.read_text("utf-8"))
     except OSError as error:
         raise CorruptError(f"checkpoint: {path.name}: {error.strerror}") from None
     except ValueError:

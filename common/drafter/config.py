@@ -25,6 +25,12 @@ NEUTRAL = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_
            "partial_rotary_factor": 1.0, "mrope_section": None}
 
 
+# A config comes off the wire: bounds far above any drafter's, so that no number makes layers, tables or memory without end.
+MOST = {"hidden_size": 1 << 16, "num_hidden_layers": 256, "num_attention_heads": 4096, "num_key_value_heads": 4096, "head_dim": 4096,
+        "intermediate_size": 1 << 20, "vocab_size": 1 << 24, "max_position_embeddings": 1 << 26, "num_target_layers": 4096, "block_size": 256,
+        "rms_norm_eps": 1.0, "rope_theta": 1e15}
+
+
 @dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
     """Shape of one DFlash drafter; travels in every checkpoint.  An impossible shape raises ValueError."""
@@ -48,9 +54,8 @@ class DrafterConfig:
     num_target_layers: int
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-                     "intermediate_size", "vocab_size", "rms_norm_eps", "rope_theta", "max_position_embeddings"):
-            _must(getattr(self, name) > 0, f"{name} is {getattr(self, name)}, must be positive")
+        for name, most in MOST.items():
+            _must(0 < getattr(self, name) <= most, f"{name} is {getattr(self, name)}, must be positive and at most {most}")
         _must(self.block_size >= 2, f"block_size is {self.block_size}; a block has at least one drafted slot")
         _must(self.head_dim % 2 == 0, f"head_dim is {self.head_dim}, must be even (rotary pairs)")
         _must(self.num_attention_heads % self.num_key_value_heads == 0,
@@ -174,7 +179,7 @@ def _one(data: dict, name: str, kind: type) -> Any:
         raise CorruptError(f"drafter config: {name} is missing")
     value = data[name]
     if type(value) is int and kind is float:
-        return float(value)
+        return float(min(value, 1 << 62))                       # beyond any bound all the same, and never an OverflowError
     if type(value) is not kind:
         raise CorruptError(f"drafter config: {name} is {value!r}, expected {kind.__name__}")
     return value

@@ -13,11 +13,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common import jsons
 from common.drafter import vocab
-from common.drafter.config import FULL, SLIDING, DrafterConfig
+from common.drafter.config import FULL, MOST, SLIDING, DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
-from trainer.formats import Found, blocks, cast, filled, masks_changed
+from trainer.formats import Found, blocks, cast, filled, gguf_bounds, masks_changed
 
 if TYPE_CHECKING:
     from gguf import GGUFReader
@@ -152,7 +153,11 @@ def open_file(path: Path) -> GGUFReader:
     except ImportError:
         raise UserError(f"GGUF files need the package gguf; run: {INSTALL}") from None
     try:
-        reader = GGUFReader(path)
+        gguf_bounds.check(path)
+        with np.errstate(over="raise"):                                 # offsets that wrap around
+            reader = GGUFReader(path)
+    except CorruptError:
+        raise
     except OSError as error:
         raise CorruptError(f"gguf: {error.strerror or error}") from None
     except Exception as error:                                       # the package's parser raises what numpy does on bytes that lie
@@ -170,7 +175,7 @@ def _config(values: dict, target_layers: int | None) -> DrafterConfig:
     if unknown := sorted(name for name in values if name not in known and not name.startswith(("general.", "tokenizer."))):
         raise CorruptError(f"gguf: {unknown[0]} is not known ({len(unknown)} in all)")
     for key, neutral in NEUTRAL.items():
-        if (name := f"{ARCH}.{key}") in values and (said := values[name][0].contents()) not in neutral:
+        if (name := f"{ARCH}.{key}") in values and (said := _contents(name, values[name][0])) not in neutral:
             raise CorruptError(f"gguf: {name} = {said!r} is not supported")
     shape = {field: _value(values, f"{ARCH}.{key}", kind) for key, (field, kind) in SHAPE.items() if key != "vocab_size"}
     if f"{ARCH}.vocab_size" in values:
@@ -199,7 +204,7 @@ def _config(values: dict, target_layers: int | None) -> DrafterConfig:
 def _windows(values: dict, layers: int) -> dict:
     window, pattern = f"{ARCH}.attention.sliding_window", f"{ARCH}.attention.sliding_window_pattern"
     if window not in values:
-        return {"layer_types": (FULL,) * layers, "sliding_window": None}
+        return {"layer_types": (FULL,) * min(layers, 1 + MOST["num_hidden_layers"]), "sliding_window": None}
     kinds = tuple(SLIDING if slides else FULL for slides in _list(values, pattern, (BOOL,)))
     return {"layer_types": kinds, "sliding_window": _value(values, window, U32) if SLIDING in kinds else None}
 
@@ -210,15 +215,22 @@ def _value(values: dict, name: str, kind: str) -> Any:
     field, kinds = values[name]
     if kinds != [kind]:
         raise CorruptError(f"gguf: {name} is {' of '.join(kinds)}, expected {kind}")
-    value = field.contents()
+    value = _contents(name, field)
     return float(str(np.float32(value))) if kind == F32 else value              # 1e-06, as it was before it became an F32
+
+
+def _contents(name: str, field: Any) -> Any:
+    try:
+        return field.contents()
+    except ValueError:
+        raise CorruptError(f"gguf: {name} is no text in UTF-8") from None
 
 
 def _list(values: dict, name: str, kinds: tuple[str, ...]) -> list:
     if name not in values:
         raise CorruptError(f"gguf: {name} is missing")
     field, found = values[name]
-    if found[0] != "ARRAY" or (len(found) > 1 and found[1] not in kinds) or not field.contents():
+    if found[0] != "ARRAY" or (len(found) > 1 and found[1] not in kinds) or not _contents(name, field):
         raise CorruptError(f"gguf: {name} is {' of '.join(found)}, expected an array of {kinds[0]}")
     return [bool(v) if kinds[0] == BOOL else v for v in field.contents()]
 
@@ -260,7 +272,7 @@ def _record(values: dict) -> dict:
     if RECORD not in values:
         return {}
     try:
-        record = json.loads(_value(values, RECORD, STRING))
+        record = jsons.loads(_value(values, RECORD, STRING))
     except ValueError:
         raise CorruptError(f"gguf: {RECORD} is no JSON") from None
     if not isinstance(record, dict):

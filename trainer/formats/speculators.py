@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from common.drafter import checkpoint, vocab
-from common.drafter.config import FULL, SLIDING, DrafterConfig
+from common.drafter.config import FULL, MOST, SLIDING, DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
 from common.files import publish_folder
@@ -82,7 +82,12 @@ def config_of(data: dict, target_layers: Any) -> tuple[DrafterConfig, int | None
     if type(target_layers) is not int:
         raise UserError("speculators' format does not say how many layers the target has: give --target-layers N")
     layers = DEFAULTS | layers
-    layers.setdefault("layer_types", [FULL] * layers["num_hidden_layers"] if layers["use_sliding_window"] is not True else None)
+    count, kinds = layers["num_hidden_layers"], layers.get("layer_types")
+    if type(count) is not int or not 0 < count <= MOST["num_hidden_layers"]:
+        raise CorruptError(f"speculators: num_hidden_layers is {count!r}, expected 1 to {MOST['num_hidden_layers']}")
+    if not (kinds is None or isinstance(kinds, list) and all(type(kind) is str for kind in kinds)):
+        raise CorruptError(f"speculators: layer_types is {kinds!r}, expected a list of str")
+    layers.setdefault("layer_types", [FULL] * count if layers["use_sliding_window"] is not True else None)
     config = DrafterConfig.from_json({name: value for name, value in layers.items() if name not in BESIDE} | _attention(data, layers) | {
         "num_target_layers": target_layers,
         "dflash_config": {"block_size": data.get("block_size"), "mask_token_id": data.get("mask_token_id"),

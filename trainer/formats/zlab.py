@@ -25,9 +25,9 @@ def read(folder: Path) -> Found:
     data = checkpoint.read_json(folder / checkpoint.CONFIG)
     if unknown := sorted(set(data) - READ - BESIDE):
         raise CorruptError(f"drafter config: {unknown[0]} is not known ({len(unknown)} in all)")
+    config = DrafterConfig.from_json(data)
     if inner := sorted(set(data.get("rope_parameters") or {}) - {"rope_theta", "rope_type"} - set(NEUTRAL)):
         raise CorruptError(f"drafter config: rope_parameters.{inner[0]} is not known")
-    config = DrafterConfig.from_json(data)
     shapes = {name: tuple(value.shape) for name, value in Drafter(config).state_dict().items()}
     stored = checkpoint.check_header(checkpoint.read_header(folder / checkpoint.WEIGHTS), shapes)
     for key in ("dtype", "torch_dtype"):
