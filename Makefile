@@ -5,7 +5,9 @@ VENV ?= .venv
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
-.PHONY: demo demo-smollm2 test bench bench-recipes clean
+RUNS ?= 1000000
+
+.PHONY: demo demo-smollm2 test fuzz bench bench-recipes clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -16,6 +18,12 @@ demo-smollm2: $(READY)
 # Two files at a time, each on one thread.  ARGS: more for pytest, such as a file.
 test: $(READY)
 	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# RUNS inputs in all, over every reader of a peer's or a disk's bytes (tests/fuzz/run.py).  atheris stays in a folder of its own, where
+# the suite does not see it.
+fuzz: $(READY)
+	test -d $(VENV)/fuzz/atheris || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/fuzz atheris==3.0.0
+	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/fuzz $(BIN)/python -m tests.fuzz.run --runs $(RUNS)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt -e '.[bench]'
