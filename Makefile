@@ -6,8 +6,9 @@ BIN = $(VENV)/bin
 READY = $(VENV)/.ready
 
 RUNS ?= 1000000
+MINUTES ?= 60
 
-.PHONY: demo demo-smollm2 test fuzz bench bench-recipes clean
+.PHONY: demo demo-smollm2 test fuzz soak bench bench-recipes clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -24,6 +25,10 @@ test: $(READY)
 fuzz: $(READY)
 	test -d $(VENV)/fuzz/atheris || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/fuzz atheris==3.0.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/fuzz $(BIN)/python -m tests.fuzz.run --runs $(RUNS)
+
+# Both daemons under CURVE for MINUTES, and whether their memory stays flat.
+soak: $(READY)
+	$(BIN)/python tools/soak.py --minutes $(MINUTES)
 
 bench: $(READY)
 	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt -e '.[bench]'
