@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -34,6 +35,29 @@ def folder() -> Iterator[Path]:
     """An empty one, in memory where the system has such a place."""
     with tempfile.TemporaryDirectory(prefix="hsdraft-fuzz-", dir=MEMORY if os.access(MEMORY, os.W_OK) else None) as made:
         yield Path(made)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """The links' log lines are made, and go nowhere: one that cannot be made, has no bound or is several is a defect too."""
+    log = logging.getLogger("link")
+    handler, before = _Formatted(), (log.level, log.propagate)
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before[0])
+        log.propagate = before[1]
+
+
+class _Formatted(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        assert len(line) < 20_000, "a log line without a bound"
+        assert line.isprintable(), f"a log line that forges others: {line!r}"
 
 
 def frames(data: bytes) -> bool:
@@ -99,7 +123,7 @@ def _read(opened: SampleStore, seq: int) -> bool:
 
 def cursors(data: bytes) -> bool:
     """protocol/subscribers.py: who has what, beside the store."""
-    with folder() as path:
+    with folder() as path, quiet():
         (path / "subscribers.json").write_bytes(data)
         with contextlib.suppress(UserError):
             assert all(type(seq) is int for seq in forgetting.known(path / "subscribers.json").values())

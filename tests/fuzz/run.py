@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,7 +59,8 @@ def heard(line: str, outcome: Outcome) -> None:
         outcome.runs = int(match[1])
 
 
-def fuzz(target: Target, runs: int, folder: Path, say) -> Outcome:
+def fuzz(target: Target, runs: int, folder: Path, say: Callable[[str], None]) -> Outcome:
+    """Run one target to its end or its first finding."""
     outcome, began = Outcome(target.name), time.monotonic()
     corpus, found = folder / "corpus" / target.name, folder / "found"
     corpus.mkdir(parents=True, exist_ok=True)
@@ -66,8 +68,8 @@ def fuzz(target: Target, runs: int, folder: Path, say) -> Outcome:
     before = set(found.glob(f"{target.name}-*"))
     for number, seed in enumerate([*target.seeds(), *(path.read_bytes() for path in target.cases())]):
         (corpus / f"seed-{number}").write_bytes(seed)
-    command = [sys.executable, "-m", "tests.fuzz.child", target.name, str(corpus), f"-runs={runs}", f"-max_len={target.longest}", f"-timeout={SECONDS}",
-               f"-rss_limit_mb={RSS_MB}", f"-artifact_prefix={found}/{target.name}-", "-print_final_stats=1", "-use_value_profile=0"]
+    command = [sys.executable, "-m", "tests.fuzz.child", target.name, str(corpus), f"-runs={runs}", f"-max_len={target.longest}",
+               f"-timeout={SECONDS}", f"-rss_limit_mb={RSS_MB}", f"-artifact_prefix={found}/{target.name}-", "-print_final_stats=1"]
     said = began
     with (folder / f"{target.name}.log").open("w") as log, \
             subprocess.Popen(command, stdout=log, stderr=subprocess.PIPE, text=True, errors="replace") as child:
@@ -85,12 +87,13 @@ def fuzz(target: Target, runs: int, folder: Path, say) -> Outcome:
 
 
 def table(outcomes: list[Outcome]) -> Table:
-    out = Table("target", *(("inputs", "features", "seconds", "findings")))
+    out = Table("target", "inputs", "features", "seconds", "findings")
     for column in out.columns[1:4]:
         column.justify = "right"
     for o in outcomes:
-        out.add_row(o.name, f"{o.runs:,}", f"{o.features:,}", f"{o.seconds:.0f}", o.broken or "\n".join(map(str, o.findings)) or "none")
-    out.add_row("all", f"{sum(o.runs for o in outcomes):,}", "", f"{sum(o.seconds for o in outcomes):.0f}", str(sum(len(o.findings) for o in outcomes)))
+        out.add_row(o.name, f"{o.runs:,}", f"{o.features:,}", f"{o.seconds:.0f}", o.broken or "\n".join(path.name for path in o.findings) or "none")
+    out.add_row("all", f"{sum(o.runs for o in outcomes):,}", "", f"{sum(o.seconds for o in outcomes):.0f}",
+                str(sum(len(o.findings) for o in outcomes) or "none"))
     return out
 
 
@@ -105,7 +108,7 @@ def main() -> int:
         console.print(f"{name}: {runs:,} inputs", highlight=False)
         outcomes.append(fuzz(TARGETS[name], runs, asked.folder.absolute(), lambda text: console.print(text, highlight=False)))
         for path in outcomes[-1].findings:
-            console.print(f"FINDING {path}", highlight=False)
+            console.print(f"FINDING {path}", highlight=False, soft_wrap=True)
     console.print(table(outcomes))
     return int(any(o.findings or o.broken for o in outcomes))
 

@@ -6,7 +6,6 @@ under test may drop the link, count, say Bye; it may not raise, grow, write else
 from __future__ import annotations
 
 import contextlib
-import logging
 import queue
 from pathlib import Path
 from unittest import mock
@@ -20,7 +19,7 @@ from protocol.frames import MAX_DOCUMENT
 from protocol.producer_link import MAX_PEERS, ProducerLink
 from protocol.store import SampleStore
 from protocol.trainer_link import TrainerLink
-from tests.fuzz.readers import folder
+from tests.fuzz.readers import folder, quiet
 from tests.fuzz.shapes import split
 from tests.protocol.samples import CONTRACT, STREAM, sample
 
@@ -88,7 +87,7 @@ class Socket:
 def trainer_says(data: bytes) -> bool:
     """Anything a trainer can say, to the producer's link."""
     clock = Clock()
-    with folder() as path, mock.patch.object(producer_link, "time", clock), _quiet():
+    with folder() as path, mock.patch.object(producer_link, "time", clock), quiet():
         for name, content in ASSETS.items():
             (path / name).write_bytes(content)
         link = ProducerLink("tcp://127.0.0.1:1", Store(), CONTRACT.to_dict(), {name: path / name for name in ASSETS},
@@ -146,7 +145,7 @@ def _producer_is_sound(link: ProducerLink, path: Path) -> None:
 def producer_says(data: bytes) -> bool:
     """Anything a producer can say, to a trainer's link with a real store behind it."""
     steps, clock = split(data), Clock()
-    with folder() as path, mock.patch.object(trainer_link, "time", clock), _quiet(), SampleStore(path / "store") as store:
+    with folder() as path, mock.patch.object(trainer_link, "time", clock), quiet(), SampleStore(path / "store") as store:
         (path / "step-1").mkdir()
         for name, content in CHECKPOINT.items():
             (path / "step-1" / name).write_bytes(content)
@@ -224,24 +223,3 @@ def _trainer_is_sound(link: TrainerLink, store: SampleStore, path: Path) -> None
     for seq in range(store.first, store.next):
         store.read(seq)                                  # raises CorruptError: it was acknowledged
     assert store.corrupt == 0 and len(link._serving._fds) <= 4 * 17 and len(str(link.snapshot())) < MAX_DOCUMENT
-
-
-@contextlib.contextmanager
-def _quiet():
-    """Log lines are made, and go nowhere: a line that cannot be made is a defect too."""
-    log = logging.getLogger("link")
-    handler, before = _Formatted(), (log.level, log.propagate)
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-        log.setLevel(before[0])
-        log.propagate = before[1]
-
-
-class _Formatted(logging.Handler):
-    def emit(self, record: logging.LogRecord) -> None:
-        assert len(record.getMessage()) < 20_000, "a log line without a bound"
