@@ -65,6 +65,23 @@ def differences(ours: ExtractionContract, theirs: ExtractionContract) -> list[st
     return [f"{name}: {values}" for name, values in unlike(ours, theirs).items()]
 
 
+def strange(contract: ExtractionContract, theirs: ExtractionContract | None, record: dict) -> tuple[str, str]:
+    """A drafter's record against the contract here: 'field: the drafter's -> ours' for each that differs: those that make it another
+    target's drafter, and those that move bits only (name, dtype, kernels, library versions, the experts' implementation among them).
+
+    theirs: the contract in the record; None in an old one, which holds a hash alone, so that any difference counts and none but the
+    target's name can be named."""
+    if record.get("contract") == contract.hash:
+        return "", ""
+    if theirs is None:
+        name = "" if record.get("target") == contract.target else f"target {record.get('target')}, here {contract.target}; "
+        return (f"{name}contract {str(record.get('contract'))[:12]}, here {contract.hash[:12]} (taps, weights, dtype, thinking and library "
+                "versions count)"), ""
+    fields = unlike(theirs, contract)
+    light = {name for name in fields if name in ("target", "dtype", "delta_rule") or name.startswith("versions.")}
+    return tuple("; ".join(f"{name}: {values}" for name, values in fields.items() if (name in light) == bits) for bits in (False, True))
+
+
 def _flat(contract: ExtractionContract) -> dict:
     fields = contract.to_dict()
     return {name: value for name, value in fields.items() if name != "versions"} | {

@@ -2,12 +2,14 @@
 without the time and colour that the journal has of its own.  Also keeps the last trouble, for `status`."""
 from __future__ import annotations
 
+import io
 import logging
 import os
 import sys
 import traceback
 from collections import Counter
 from types import TracebackType
+from typing import TextIO
 
 from rich.console import Console
 from rich.logging import RichHandler
@@ -28,6 +30,14 @@ def setup(level: str = "INFO") -> None:
     logging.getLogger("matplotlib").setLevel(logging.WARNING)
     if in_journal():
         sys.excepthook = _uncaught
+
+
+def replacing(stream: TextIO) -> str:
+    """Have a stream that is not UTF write ? for what it cannot hold, in place of ending the program; its encoding, "" where it holds all."""
+    if not isinstance(stream, io.TextIOWrapper) or stream.encoding.lower().replace("-", "").startswith("utf"):
+        return ""
+    stream.reconfigure(errors="replace")
+    return stream.encoding
 
 
 def in_journal() -> bool:

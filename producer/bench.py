@@ -17,14 +17,16 @@ from common import files
 from common.drafter.model import Drafter
 from common.errors import UserError
 from common.settings import state_home
-from producer import pairs, progress, prompts as prompt_files, rates, record, sections, tables
-from producer.config import Bench, Serve
+from producer import pairs, progress, prompt_sets, prompts as prompt_files, rates, record, sections, tables
+from producer.config import Bench, share_held_out
+from producer.fitting import check_sizes, fit_drafter, read_drafter
 from producer.pairs import Pair, Progress
+from producer.progress import say
 from producer.prompts import SALT, SHIPPED, Prompt
 from producer.sampling import Sampling
 from producer.speculate import Limit
 from producer.target import Target, load
-from producer.writing import Writer, fit_drafter, read_drafter, say
+from producer.writing import Writer
 
 
 def run(settings: Bench) -> None:
@@ -39,6 +41,7 @@ def run(settings: Bench) -> None:
     if out.is_dir():
         raise UserError(f"--out {out}: a folder; give the name of a file")
     found = read_drafter(settings)
+    check_sizes(settings, found[0].config)
     if settings.threads:
         torch.set_num_threads(settings.threads)
     target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
@@ -92,8 +95,9 @@ def decode(scene: sections.Scene, tell: Progress) -> list[Pair]:
 
 def choose(settings: Bench) -> tuple[list[Prompt], list[Prompt]]:
     """-> the prompts to measure on, and some of the source's others, each once."""
-    given = prompt_files.read(settings.prompts or SHIPPED)
-    share = settings.held_out if settings.held_out is not None or settings.prompts else Serve.held_out
+    found = prompt_sets.read(settings.prompts or SHIPPED)
+    say(found.line())
+    given, share = found.prompts, share_held_out(settings)
     if share is None:
         unique = list({prompt.id: prompt for prompt in given}.values())
         measured = sections.spread(unique, settings.count)

@@ -24,17 +24,25 @@ def serve(settings: config.Serve) -> None:
 
 
 def generate(settings: config.Generate) -> None:
-    """Answer a prompt, printing as it is decoded; with a drafter, faster and the same."""
+    """Answer a prompt, printing as it is decoded; with a drafter, faster and the same. Exit code 1: --compare found another text in float32."""
     logs.setup("WARNING")
     from producer import writing
-    writing.run(settings)
+    raise typer.Exit(writing.run(settings))
 
 
 def bench(settings: config.Bench) -> None:
-    """What a drafter is worth here: token rates, the pieces of a cycle, speedup and its formula, whether texts stay the same."""
+    """What a drafter is worth here, in time: token rates, the pieces of a cycle, the speedup and what it loses. How well it drafts: hsprod eval."""
     logs.setup("WARNING")
     from producer import bench as benchmark
     benchmark.run(settings)
+
+
+def evaluate(settings: config.Eval) -> None:
+    """How well a drafter drafts: acceptance on your prompts, by category and slot, real and simulated. What it is worth in time: hsprod bench.
+    Exit code 1: something in it cannot be right."""
+    logs.setup("WARNING")
+    from producer import eval_report
+    raise typer.Exit(eval_report.run(settings))
 
 
 def status(settings: config.Status) -> None:
@@ -73,6 +81,7 @@ app.command("keygen")(as_command(config.Keys, "HSPROD", keygen))
 app.command("allow")(as_command(config.Allow, "HSPROD", allow))
 app.command("serve")(as_command(config.Serve, "HSPROD", serve))
 app.command("generate")(as_command(config.Generate, "HSPROD", generate))
+app.command("eval")(as_command(config.Eval, "HSPROD", evaluate))
 app.command("bench")(as_command(config.Bench, "HSPROD", bench))
 app.command("status")(as_command(config.Status, "HSPROD", status))
 app.command("doctor")(as_command(config.Doctor, "HSPROD", doctor))

@@ -9,6 +9,9 @@ from common.settings import argument, option, state_home
 
 ADDRESS = "tcp://127.0.0.1:5757"
 Mode = Literal["generate", "prefill"]
+FORCE = "Use a drafter that was trained under another contract; the text is the target's all the same."
+FILES = ("a file of prompts (JSON lines or an array with \"prompt\", \"messages\" or ShareGPT's \"conversations\"; HumanEval's; MT-Bench's; "
+         ".txt, one a line; .parquet; also .gz), or hub:OWNER/NAME[:split]")
 Experts = Literal["auto", "eager", "grouped_mm", "batched_mm", "triton"]
 
 
@@ -40,9 +43,9 @@ class Answers(Model):
 @dataclass(frozen=True, kw_only=True)
 class Generate(Answers):
     prompt: str | None = argument("The prompt's text: one turn of the user.", None)
-    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages', instead of one prompt; - reads standard input.")
+    prompts: Path | None = option(None, f"Instead of one prompt: {FILES}; - reads standard input.")
     drafter: Path | None = option(None, "Folder of a drafter: a checkpoint of ours or a released one. Default: plain decoding.")
-    force: bool = option(False, "Use a drafter that was trained under another contract; the text is the target's all the same.")
+    force: bool = option(False, FORCE)
     block_size: int = option(0, "Slots a block, the known token's included; 0: the drafter's own.", min=0)
     verify_len: str = option("full", "Slots of each block to verify: full, a number, or auto: chosen anew for each block from measured times "
                              "and the running acceptance. At a temperature one seed's text depends on where blocks end, so under auto on "
@@ -55,8 +58,8 @@ class Generate(Answers):
 @dataclass(frozen=True, kw_only=True)
 class Bench(Model):
     drafter: Path = option(MISSING, "Folder of a drafter: a checkpoint of ours or a released one.", show_default=False)
-    force: bool = option(False, "Use a drafter that was trained under another contract; the text is the target's all the same.")
-    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages'. Default: the shipped prompts.", show_default=False)
+    force: bool = option(False, FORCE)
+    prompts: Path | None = option(None, f"What to measure on: {FILES}. Default: the shipped prompts.", show_default=False)
     held_out: float | None = option(None, "Measure on the share of the prompts that `hsprod serve --held-out` of this value keeps from "
                                     "training. Default: 0.1 of the shipped prompts, all of a file's.", min=0.001, max=0.9, show_default=False)
     count: int = option(16, "Prompts, spread evenly over those.", min=1)
@@ -70,10 +73,24 @@ class Bench(Model):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Eval(Model):
+    drafter: Path = option(MISSING, "Folder of a drafter: a checkpoint of ours, one that hstrain import made, or z-lab's.", show_default=False)
+    force: bool = option(False, FORCE)
+    prompts: list[Path] | None = option(None, f"What to measure on: {FILES}. May be given several times. Default: the shipped prompts.",
+                                        show_default=False)
+    held_out: float | None = option(None, "Measure on the share of the prompts that `hsprod serve --held-out` of this value keeps from "
+                                    "training. Default: 0.1 of the shipped prompts, all of a file's.", min=0.001, max=0.9, show_default=False)
+    count: int = option(16, "Prompts of each file: those that hsprod serve takes for its --eval-prompts.", min=1)
+    new_tokens: int = option(128, "Tokens decoded for each of them at most.", min=2)
+    block_size: int = option(0, "Slots a block, the known token's included; 0: the drafter's own.", min=0)
+    json: Path | None = option(None, "Write the report as JSON, too.", show_default=False)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Serve(Answers):
     layers: str = option("auto", "Taps: the target layers to capture, counted from 0, e.g. 1,6,11,16; auto or auto:8 for the uniform rule.")
     bind: str = option(ADDRESS, "Address to listen on for trainers. Off loopback it needs keys, or --insecure.")
-    prompts: Path | None = option(None, "JSON lines, each with 'prompt' or 'messages', an 'answer' if --mode prefill. Default: the shipped prompts.")
+    prompts: Path | None = option(None, f"What to answer: {FILES}; with answers if --mode prefill. Default: the shipped prompts.", show_default=False)
     mode: Mode = option("generate", "Let the target answer the prompts, or run it over the given answers (prefill).")
     passes: int = option(1, "How often to go through the prompts; more than one makes sense at a temperature above 0.", min=1)
     max_tokens: int = option(4096, "Longest sequence that is captured, prompt included, in tokens; longer ones are counted and left out.", min=8)
@@ -118,3 +135,8 @@ class Forget:
 @dataclass(frozen=True, kw_only=True)
 class Doctor(Serve):
     json: bool = option(False, "Print JSON.")
+
+
+def share_held_out(settings: Bench | Eval) -> float | None:
+    """The share of the prompts that is measured on, as `hsprod serve` splits them; None: all."""
+    return settings.held_out if settings.held_out is not None or settings.prompts else Serve.held_out

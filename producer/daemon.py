@@ -9,6 +9,7 @@ import queue
 import shutil
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,7 +20,7 @@ from common.drafter import checkpoint
 from common.drafter.config import DrafterConfig
 from common.errors import CorruptError, UserError
 from common.status import Board, Rate
-from producer import assets, evaluate, experts, packed, prompts as prompt_files, seen, selftest
+from producer import assets, evaluate, experts, packed, prompt_sets, prompts as prompt_files, seen, selftest
 from producer.config import Serve
 from producer.production import Production
 from producer.prompts import SALT, SHIPPED
@@ -92,7 +93,9 @@ def choose_experts(target: Target, contract: ExtractionContract, streams: Path) 
 
 def read_prompts(settings: Serve) -> prompt_files.Split:
     path = settings.prompts or SHIPPED
-    split = prompt_files.split(prompt_files.read(path), settings.held_out, SALT)
+    found = prompt_sets.read(path)
+    log.info("%s", found.line())
+    split = prompt_files.split(found.prompts, settings.held_out, SALT)
     if settings.mode == "prefill" and (bare := [p for p in split.train if p.answer is None]):
         raise UserError(f"{path}: {len(bare)} prompts have no answer, which --mode prefill needs; use --mode generate")
     log.info("%d prompts, %d held out, %d duplicates left out", len(split.train), len(split.held_out), split.duplicates)
@@ -105,7 +108,7 @@ class Evaluator:
     def __init__(self, target: Target, contract: ExtractionContract, held_out: list[prompt_files.Prompt], settings: Serve,
                  stop: service.Stop) -> None:
         self._target, self._contract, self._stop = target, contract, stop
-        chosen = sorted(held_out, key=lambda p: p.id)[:settings.eval_prompts]
+        chosen = prompt_files.judges(held_out, settings.eval_prompts)
         self._prompts = [(p.id, prompt_files.render(target.tokenizer, p, contract.thinking)) for p in chosen]
         self._positions = max((len(ids) for _, ids in self._prompts), default=0) + settings.eval_new_tokens
         self.prompts_hash = prompt_files.prompts_hash(chosen)

@@ -86,12 +86,12 @@ def judge_memory(box: Box, weights: Weights, device: str, dtype: str) -> Finding
 
 
 def prompts(settings: Serve) -> Finding:
-    from producer import prompts as files
+    from producer import prompt_sets, prompts as files
     path = settings.prompts or files.SHIPPED
     try:
-        split = files.split(files.read(path), settings.held_out, files.SALT)
+        split = files.split(prompt_sets.read(path).prompts, settings.held_out, files.SALT)
     except UserError as error:
-        return Finding("prompts", "wrong", str(error), "--prompts FILE, with one JSON object a line")
+        return Finding("prompts", "wrong", str(error), "--prompts FILE, in one of the shapes that hsprod serve --help names")
     return judge_prompts(path, len(split.train), len(split.held_out), sum(p.answer is None for p in split.train), settings.mode)
 
 

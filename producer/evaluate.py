@@ -57,6 +57,18 @@ class PlainTexts:
         return kept
 
 
+@dataclass(frozen=True)
+class Measured:
+    """One prompt: its plain text, the same decoded with the drafter, what a walk of the plain text says of it."""
+
+    prompt: str             # its id
+    ids: list[int]
+    plain: Plain
+    spec: Decoded
+    simulated: list[int]    # accepted of each block
+    timed: Decoded | None   # the plain text decoded beside the speculative one, where this prompt is one of the timed
+
+
 def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTexts, *, seed: int,
              progress: Callable[[int, int], None] = lambda done, of: None, between: Callable[[], None] = lambda: None) -> dict:
     """The report: plain numbers, lists and dicts, as they travel.  seed: of the bootstrap alone.
@@ -65,27 +77,38 @@ def evaluate(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTex
     raises ends the evaluation.
     Raises ValueError for a drafter of other taps than the texts', UserError where no text is longer than one token.
     """
+    return report(target, drafter, measure(target, drafter, prompts, texts, progress=progress, between=between), seed)
+
+
+def measure(target: Target, drafter: Drafter, prompts: Prompts, texts: PlainTexts, *,
+            progress: Callable[[int, int], None] = lambda done, of: None, between: Callable[[], None] = lambda: None) -> list[Measured]:
+    """Every prompt both ways.  As evaluate() has it."""
     if drafter.config.taps != texts.taps:
         raise ValueError(f"a drafter of taps {drafter.config.taps}, texts with taps {texts.taps}")
-    plains, specs, simulated, timed, owed = [], [], [], [], 0
-    told: OnTokens = lambda _new: between()
+    found: list[Measured] = []
+    owed, told = 0, lambda _new: between()
     for done, (prompt, ids) in enumerate(prompts):
         progress(done, len(prompts))
         kept = texts(prompt, ids)
         progress(done, len(prompts))
         owed += done % -(-len(prompts) // TIMED) == 0               # spread over the evaluation, so that both meet the same box
+        timed = None
         if owed and len(kept.decoded.tokens) > 1:
-            timed.append(plain(target, ids, texts.limit, on_tokens=told))
+            timed = plain(target, ids, texts.limit, on_tokens=told)
             owed -= 1
             progress(done, len(prompts))
-        if not specs:
+        if not found:
             speculate(target, drafter, ids, Limit(drafter.config.block_size))
-        plains.append(kept)
-        specs.append(speculate(target, drafter, ids, texts.limit, on_tokens=told))
-        simulated.append(simulate(target, drafter, ids, kept, texts.limit))
-    if not any(spec.accepted for spec in specs):
-        raise UserError(f"none of {len(prompts)} held-out prompts gives a text of two tokens: there is nothing to measure")
-    return _acceptance(drafter, prompts, specs, simulated, seed) | _speed(timed, specs) | _identity(target, prompts, plains, specs)
+        spec = speculate(target, drafter, ids, texts.limit, on_tokens=told)
+        found.append(Measured(prompt, ids, kept, spec, simulate(target, drafter, ids, kept, texts.limit), timed))
+    return found
+
+
+def report(target: Target, drafter: Drafter, found: list[Measured], seed: int) -> dict:
+    if not any(one.spec.accepted for one in found):
+        raise UserError(f"none of {len(found)} held-out prompts gives a text of two tokens: there is nothing to measure")
+    step = step_seconds(found)
+    return accepted(found, drafter.config.block_size, seed) | speed(found, step) | identity(target, found)
 
 
 def fitted(result: dict, most: int) -> dict:
@@ -116,50 +139,52 @@ def accepted_at(target: Target, drafter: Drafter, ids: list[int], text: Plain, l
                                limit=len(ids) + limit.max_new_tokens)
 
 
-def _acceptance(drafter: Drafter, prompts: Prompts, specs: list[Decoded], simulated: list[list[int]], seed: int) -> dict:
+def accepted(found: list[Measured], size: int, seed: int) -> dict:
     """tau = tokens committed / verifies, the first token of each text left out (the prefill gives it).
 
     A block that the end of its text cuts counts with what it added.  Slots past that end were not judged: they are in
     no slot's rate, and trailing slots that no block judged are left out of the lists (None: no block got that far)."""
-    accepted = [spec.accepted for spec in specs]
-    blocks = [n for text in accepted for n in text]
-    size = drafter.config.block_size
-    room = [r for (_, ids), spec in zip(prompts, specs)
-            for r in acceptance.rooms(spec.accepted, len(ids), len(ids) + len(spec.tokens), size)]
+    lists = [one.spec.accepted for one in found]
+    blocks = [n for text in lists for n in text]
+    room = [r for one in found for r in acceptance.rooms(one.spec.accepted, len(one.ids), len(one.ids) + len(one.spec.tokens), size)]
     given, cumulative = acceptance.slot_rates(blocks, room, size)
     judged = max(room)
-    return {"prompts": len(prompts), "verifies": len(blocks), "tokens_decoded": sum(len(spec.tokens) for spec in specs),
-            "tau": acceptance.tau_pooled(accepted), "tau_prompt": acceptance.tau_prompt(accepted),
-            "tau_interval": list(acceptance.bootstrap_interval(accepted, acceptance.tau_pooled, np.random.default_rng(seed))),
-            "tau_simulated": acceptance.tau_pooled(simulated), "accepted_histogram": np.bincount(blocks, minlength=size).tolist(),
-            "acceptance_by_slot": cumulative[:judged],
+    return {"prompts": len(found), "verifies": len(blocks), "tokens_decoded": sum(len(one.spec.tokens) for one in found),
+            "tau": acceptance.tau_pooled(lists), "tau_prompt": acceptance.tau_prompt(lists),
+            "tau_interval": list(acceptance.bootstrap_interval(lists, acceptance.tau_pooled, np.random.default_rng(seed))),
+            "tau_simulated": acceptance.tau_pooled([one.simulated for one in found]),
+            "accepted_histogram": np.bincount(blocks, minlength=size).tolist(), "acceptance_by_slot": cumulative[:judged],
             "acceptance_given_previous": [None if np.isnan(rate) else rate for rate in given[:judged]],
-            "texts": [{"prompt": prompt, "accepted": text} for (prompt, _), text in zip(prompts, accepted)]}
+            "texts": [{"prompt": one.prompt, "accepted": one.spec.accepted} for one in found]}
 
 
-def _speed(plains: list[Decoded], specs: list[Decoded]) -> dict:
-    """Rates count decoding alone, after the first token: both sides prefill alike.  eta is pooled over all prompts, plain
-    time per token over those that were decoded plainly in this evaluation (a plain step does not depend on the text).
+def step_seconds(found: list[Measured]) -> float:
+    """Of one plain step, pooled over the texts that were decoded plainly in this evaluation: it does not depend on the text."""
+    timed = [one.timed for one in found if one.timed is not None]
+    return sum(text.decode_seconds for text in timed) / sum(len(text.tokens) - 1 for text in timed)
+
+
+def speed(found: list[Measured], step: float) -> dict:
+    """Rates count decoding alone, after the first token: both sides prefill alike.  eta is pooled over all prompts.  step: seconds.
 
     eta_theory is tau L_target / (T_t + T_d) of the measured parts, T_d with the drafter's context; what the formula leaves out
     parts it from eta: judging, the host's loop and the rollback (commit_seconds)."""
-    tokens_plain, tokens_spec = (sum(len(d.tokens) - 1 for d in side) for side in (plains, specs))
-    plain_seconds, spec_seconds = sum(p.decode_seconds for p in plains), sum(s.decode_seconds for s in specs)
+    specs = [one.spec for one in found]
+    tokens, seconds = sum(len(spec.tokens) - 1 for spec in specs), sum(spec.decode_seconds for spec in specs)
     verifies = sum(len(spec.accepted) for spec in specs)
     draft, verify, commit = (sum(spec.seconds[part] for spec in specs for part in parts)
                              for parts in (("draft", "context"), ("verify",), ("judge", "loop", "rollback")))
-    step = plain_seconds / tokens_plain
-    return {"plain_tokens_per_s": 1 / step, "spec_tokens_per_s": tokens_spec / spec_seconds,
-            "eta": step * tokens_spec / spec_seconds, "eta_theory": step * tokens_spec / (draft + verify), "step_seconds": step,
+    return {"plain_tokens_per_s": 1 / step, "spec_tokens_per_s": tokens / seconds,
+            "eta": step * tokens / seconds, "eta_theory": step * tokens / (draft + verify), "step_seconds": step,
             "draft_seconds": draft / verifies, "verify_seconds": verify / verifies, "commit_seconds": commit / verifies,
             "prefill_seconds": sum(spec.seconds["prefill"] for spec in specs) / len(specs)}
 
 
-def _identity(target: Target, prompts: Prompts, plains: list[Plain], specs: list[Decoded]) -> dict:
+def identity(target: Target, found: list[Measured]) -> dict:
     divergences = []
-    for (prompt, ids), text, spec in zip(prompts, plains, specs):
-        position = first_divergence(text.decoded.tokens, spec.tokens)
+    for one in found:
+        own = one.plain.decoded.tokens
+        position = first_divergence(own, one.spec.tokens)
         if position is not None:
-            there = margin(target, ids + text.decoded.tokens[:position])
-            divergences.append({"prompt": prompt, "position": position, "margin": there})
-    return {"identical": len(prompts) - len(divergences), "divergences": divergences}
+            divergences.append({"prompt": one.prompt, "position": position, "margin": margin(target, one.ids + own[:position])})
+    return {"identical": len(found) - len(divergences), "divergences": divergences}

@@ -1,4 +1,4 @@
-"""What a person sees while a long command works: a bar on a terminal, one line a section elsewhere.  All on standard error."""
+"""What a person sees while a command works: lines; a bar on a terminal, one line a section elsewhere.  All on standard error."""
 from __future__ import annotations
 
 import contextlib
@@ -21,3 +21,7 @@ def section(label: str) -> Iterator[Callable[[int, int], None]]:
     with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(label, total=None)
         yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

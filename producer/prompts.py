@@ -1,8 +1,8 @@
-"""Prompts: read, identified, split once by hash, and written out as token ids with the target's own chat template.
+"""Prompts: identified, split once by hash, and written out as token ids with the target's own chat template.
 
 A prompt's id is a hash of its messages, so the split is stable when the list grows and a held-out prompt is known for
 good (convention 7).  Loss masks come from spans of tokens, never from a search for the answer's text (pitfall T1).
-Left out: truncation and packing.  A prompt runs whole or not at all.
+Left out: files (prompt_sets), truncation and packing.  A prompt runs whole or not at all.
 """
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ SENTINELS = ("Kq7 sentinel one vX", "Zw4 other sentinel jY")     # unlike in the
 
 @dataclass(frozen=True)
 class Prompt:
-    """messages: {"role", "content"} each, the last one not the assistant's; answer: the assistant's, where the file gives it."""
+    """messages: {"role", "content"} each, the last one not the assistant's; answer: the assistant's, where the file gives it;
+    category: as the file names it, "" where it does not."""
 
     messages: tuple[dict[str, str], ...]
     answer: str | None = None
+    category: str = ""
 
     @property
     def id(self) -> str:
-        """sha256 hex of the canonical JSON of the messages; the answer is no part of it."""
+        """sha256 hex of the canonical JSON of the messages; answer and category are no part of it."""
         return hashlib.sha256(json.dumps(self.messages, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
 
 
@@ -39,57 +41,6 @@ class Split:
     train: list[Prompt]
     held_out: list[Prompt]
     duplicates: int                 # prompts dropped because an earlier one has the same messages
-
-
-def read(path: Path) -> list[Prompt]:
-    """JSON lines: {"prompt": text} or {"messages": [...]}, and "answer": text where answers are given.
-
-    An assistant message at the end of "messages" is the answer.  Empty lines are passed over.  Raises UserError with
-    the line's number and what is wrong with it.
-    """
-    try:
-        lines = path.read_text("utf-8").split("\n")            # not splitlines: U+2028 may stand inside a text
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: {getattr(error, 'strerror', None) or error}") from None
-    found = []
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            try:
-                found.append(parse(json.loads(line)))
-            except ValueError as error:
-                raise UserError(f"{path}, line {number}: {error}") from None
-    if not found:
-        raise UserError(f"{path}: no prompts in it; write one JSON object a line, like {{\"prompt\": \"...\"}}")
-    return found
-
-
-def parse(row: object) -> Prompt:
-    """One line's object -> Prompt.  Raises ValueError that says what is wrong."""
-    if not isinstance(row, dict) or ("prompt" in row) == ("messages" in row):
-        raise ValueError('expected an object with either "prompt" or "messages"')
-    answer = row.get("answer")
-    if answer is not None and not isinstance(answer, str):
-        raise ValueError(f'"answer" is a {type(answer).__name__}, expected text')
-    if "prompt" in row:
-        if not isinstance(row["prompt"], str) or not row["prompt"]:
-            raise ValueError('"prompt" must be text, and not empty')
-        return Prompt(({"role": "user", "content": row["prompt"]},), answer)
-    messages = row["messages"]
-    if not isinstance(messages, list) or not messages:
-        raise ValueError('"messages" must be a list, and not empty')
-    for place, message in enumerate(messages):
-        if not isinstance(message, dict) or set(message) != {"role", "content"} or not isinstance(message["content"], str):
-            raise ValueError(f'message {place}: expected {{"role": ..., "content": text}} and nothing else')
-        if message["role"] not in ROLES:
-            raise ValueError(f'message {place}: role {message["role"]!r} is none of {", ".join(ROLES)}')
-    if messages[-1]["role"] == "assistant":
-        if answer is not None:
-            raise ValueError('both "answer" and an assistant message at the end')
-        *messages, last = messages
-        answer = last["content"]
-    if not messages:
-        raise ValueError("nothing before the assistant's message")
-    return Prompt(tuple(messages), answer)
 
 
 def split(prompts: Iterable[Prompt], held_out_fraction: float, salt: str) -> Split:
@@ -110,6 +61,13 @@ def split(prompts: Iterable[Prompt], held_out_fraction: float, salt: str) -> Spl
         none = "to hold out" if sides[0] else "to train on"
         raise UserError(f"{len(unique)} prompts with {held_out_fraction:g} held out leave none {none}; add prompts or change the fraction")
     return Split(*sides, total - len(unique))
+
+
+def judges(prompts: Iterable[Prompt], count: int) -> list[Prompt]:
+    """The `count` prompts that acceptance is measured on, each once: the first by their ids, which are as good as drawn, so that
+    they stay the same wherever they stand in the list, and hsprod serve and hsprod eval measure on the same."""
+    unique = {prompt.id: prompt for prompt in prompts}
+    return [unique[key] for key in sorted(unique)[:count]]
 
 
 def prompts_hash(prompts: Iterable[Prompt]) -> str:

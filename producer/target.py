@@ -209,13 +209,27 @@ def locate(name: str) -> Path:
     return folder
 
 
-def layer_count(name: str) -> int:
-    """Decoder layers of a target, from its config alone: taps are checked before 70 GB are read (pitfall L2)."""
+@dataclass(frozen=True)
+class Sizes:
+    """As Target has them."""
+
+    n_layers: int
+    hidden_size: int
+    vocab_size: int
+
+
+def sizes(name: str) -> Sizes:
+    """Of a target, from its config alone: taps and drafters are checked before 70 GB are read (pitfall L2)."""
     folder = locate(name)
     try:
-        return AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config().num_hidden_layers
+        config = AutoConfig.from_pretrained(folder, local_files_only=True).get_text_config()
+        return Sizes(config.num_hidden_layers, config.hidden_size, config.vocab_size)
     except (OSError, ValueError, AttributeError) as error:               # no JSON; a type transformers does not know; no decoder
         raise UserError(f"--target {name}: {folder / 'config.json'}: {str(error).strip().splitlines()[0]}") from None
+
+
+def layer_count(name: str) -> int:
+    return sizes(name).n_layers
 
 
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:

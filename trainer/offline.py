@@ -28,8 +28,6 @@ from trainer.run import Run
 log = logging.getLogger("offline")
 TEXTS = 16                   # the first so many that are held aside
 GAP = 0.2                    # of offline tau: real acceptance lower by more than this, and by more than chance, is an alarm
-SAME_TEXTS = {"float32": 0.02}          # real against simulated tau on the same texts: what rounding may part them by, of tau
-SAME_TEXTS_ROUNDED = 0.1                # where the target computes in fewer bits, so that its texts and taps move with a block's length
 
 
 def span(loss_mask: np.ndarray) -> tuple[int, int]:
@@ -82,15 +80,13 @@ def parted(real: dict, offline: dict | None, dtype: str) -> list[str]:
     offline  tau, tau_interval of the same checkpoint; None where there is none
     dtype    the target's compute dtype
     Offline texts are others than the real ones: only a gap past both intervals and past GAP counts, and only downwards (the way
-    that every fault between training and serving goes).  The simulation on the same texts has no such excuse: any gap beyond
-    rounding counts, either way."""
+    that every fault between training and serving goes).  The simulation on the same texts has no such excuse (acceptance.parted)."""
     found = []
     if offline and real["tau"] < (1 - GAP) * offline["tau"] and real["tau_interval"][1] < offline["tau_interval"][0]:
         found.append(f"real tau {real['tau']:.2f} (up to {real['tau_interval'][1]:.2f}) is far below {offline['tau']:.2f} "
                      f"(from {offline['tau_interval'][0]:.2f}) on the texts held aside here")
-    allowed = SAME_TEXTS.get(dtype, SAME_TEXTS_ROUNDED)
-    if abs(real["tau"] - real["tau_simulated"]) > allowed * real["tau"]:
-        found.append(f"real tau {real['tau']:.2f} and {real['tau_simulated']:.2f} simulated on the same texts differ by more than {allowed:.0%}")
+    if words := acceptance.parted(real["tau"], real["tau_simulated"], dtype):
+        found.append(words)
     return found
 
 

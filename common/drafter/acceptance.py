@@ -16,6 +16,8 @@ from common.drafter import geometry
 from common.drafter.model import Context, Drafter
 
 UNKNOWN = -1          # accepted_at where no block was judged
+SAME_TEXTS = {"float32": 0.02}          # real against simulated tau on the same texts: what rounding may part them by, of tau
+SAME_TEXTS_ROUNDED = 0.1                # where the target computes in fewer bits, so that its texts and taps move with a block's length
 
 
 def agreeing(draft: Tensor, truth: Tensor) -> Tensor:
@@ -147,3 +149,13 @@ def bootstrap_interval(prompts: Sequence[Sequence[int]], statistic: Callable[[Se
     values = [statistic([pool[i] for i in draw]) for draw in draws]
     low, high = np.quantile(values, [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
+
+
+def parted(real: float, simulated: float, dtype: str) -> str:
+    """Why two taus, measured and simulated on the same texts, cannot both be right, in words; "" where they agree (pitfall A2).
+
+    dtype: the target's compute dtype, as a contract names it.  There is no excuse but rounding: any gap beyond it counts, either way."""
+    allowed = SAME_TEXTS.get(dtype, SAME_TEXTS_ROUNDED)
+    if abs(real - simulated) <= allowed * real:
+        return ""
+    return f"real tau {real:.2f} and {simulated:.2f} simulated on the same texts differ by more than {allowed:.0%}"

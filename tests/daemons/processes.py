@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from common import metrics
-from producer import prompts as prompt_files
+from producer import prompt_sets, prompts as prompt_files
 from producer.daemon import SALT, SHIPPED
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,7 +79,7 @@ def some_prompts(folder: Path) -> tuple[Path, prompt_files.Split]:
     """The first of the shipped prompts as a file, and how they are split."""
     path = folder / "prompts.jsonl"
     path.write_text("".join(SHIPPED.read_text("utf-8").splitlines(keepends=True)[:PROMPTS]), "utf-8")
-    return path, prompt_files.split(prompt_files.read(path), 0.1, SALT)
+    return path, prompt_files.split(prompt_sets.read(path).prompts, 0.1, SALT)
 
 
 def stored(state: Path) -> list[int]:

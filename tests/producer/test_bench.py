@@ -16,9 +16,10 @@ from common.drafter import checkpoint
 from common.drafter.config import shape_for
 from common.drafter.model import Drafter
 from common.errors import UserError
-from producer import bench, cli, overhead, pieces, record, roofline, sections, tables
+from producer import bench, cli, fitting, overhead, pieces, record, roofline, sections, tables
 from producer.config import Bench, Serve
-from producer.prompts import SALT, read, split
+from producer.prompt_sets import read
+from producer.prompts import SALT, split
 from producer.speculate import PARTS
 
 NEW, SLOTS = 9, 4
@@ -51,6 +52,7 @@ def prompts_file(tmp_path):
 @pytest.fixture
 def hsprod(target, monkeypatch):
     monkeypatch.setattr(bench, "load", lambda *_args, **_kwargs: target)
+    monkeypatch.setattr(fitting, "sizes", lambda _name: target)
     for module, name, value in ((roofline, "COPIED", 1 << 20), (roofline, "ROUNDS", 1), (pieces, "REPEATS", 1), (overhead, "CYCLES", 2)):
         monkeypatch.setattr(module, name, value)                     # nothing here is about how long things take
     return lambda *args: CliRunner().invoke(cli.app, ["bench", *map(str, args)])
@@ -112,10 +114,10 @@ def test_every_need_stands_before_what_needs_it():
 def test_prompts_are_spread_and_the_others_are_others(prompts_file, tmp_path):
     assert sections.spread(list(range(10)), 3) == [0, 3, 6] and sections.spread([1, 2], 5) == [1, 2] and sections.spread([], 3) == []
     measured, others = bench.choose(Bench(drafter=tmp_path, prompts=prompts_file, count=3))
-    given = read(prompts_file)
+    given = read(prompts_file).prompts
     assert measured == [given[0], given[1], given[2]] and others == [given[3]]
     measured, others = bench.choose(Bench(drafter=tmp_path, count=5))
-    kept = split(read(bench.SHIPPED), Serve.held_out, SALT)
+    kept = split(read(bench.SHIPPED).prompts, Serve.held_out, SALT)
     assert len(measured) == 5 and all(prompt in kept.held_out for prompt in measured) and all(prompt in kept.train for prompt in others)
     assert len(others) == sections.COUNTED * 5
     shared = bench.choose(Bench(drafter=tmp_path, prompts=bench.SHIPPED, held_out=Serve.held_out, count=5))

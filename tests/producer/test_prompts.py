@@ -1,13 +1,12 @@
-"""Prompts are read with their line named when bad, split once by hash, and masked by spans of tokens (T1)."""
+"""Prompts are split once by hash, and masked by spans of tokens (T1)."""
 from __future__ import annotations
-
-import json
 
 import pytest
 import tiny
 
 from common.errors import UserError
-from producer.prompts import Prompt, parse, prompts_hash, read, render, render_conversation, split, thinking_mode
+from producer import prompt_sets
+from producer.prompts import Prompt, judges, prompts_hash, render, render_conversation, split, thinking_mode
 
 EOS = frozenset({tiny.EOS})
 QWEN = """{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
@@ -32,6 +31,10 @@ QWEN = """{%- set ns = namespace(last=-1) %}{%- for m in messages %}{%- if m.rol
     {%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- else %}{{- '<think>\\n' }}{%- endif %}
 {%- endif %}"""
 TEMPLATES = {"chatml": tiny.CHATML, "qwen": QWEN}
+
+
+def parse(row: dict) -> Prompt:
+    return prompt_sets.parse(row)[1]
 
 
 def talk(*turns: str) -> list[dict[str, str]]:
@@ -123,37 +126,6 @@ def test_thinking_mode_is_found_by_rendering_both_ways():
     assert len({tuple(render(qwen, prompt, choice)) for choice in (True, False)}) == 2
 
 
-@pytest.mark.parametrize("line, words", [
-    ("{", "line 2: Expecting"), ("[1]", "expected an object"), ("{}", "expected an object"), ('{"prompt": "a", "messages": []}', "expected an object"),
-    ('{"prompt": 3}', '"prompt" must be text'), ('{"prompt": ""}', '"prompt" must be text'), ('{"messages": []}', "not empty"),
-    ('{"prompt": "a", "answer": 3}', '"answer" is a int'), ('{"messages": [{"role": "user"}]}', "message 0: expected"),
-    ('{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot' is none of"),
-    ('{"messages": [{"role": "assistant", "content": "a"}]}', "nothing before"),
-    ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "answer": "c"}', "both")])
-def test_a_bad_line_is_named(tmp_path, line, words):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text('{"prompt": "good"}\n' + line + "\n")
-    with pytest.raises(UserError, match="line 2") as caught:
-        read(path)
-    assert words in str(caught.value)
-
-
-def test_read(tmp_path):
-    path = tmp_path / "prompts.jsonl"
-    rows = [{"prompt": "a\u2028b"}, {"prompt": "c", "answer": "d"}, {"messages": talk("e", "f", "g"), "source": "x"}, {"messages": talk("e", "f")}]
-    path.write_text("\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows), "utf-8")
-    prompts = read(path)
-    assert [p.answer for p in prompts] == [None, "d", None, "f"] and prompts[0].messages[0]["content"] == "a\u2028b"
-    assert prompts[3].messages == tuple(talk("e")) and len({p.id for p in prompts}) == 4
-    assert parse({"prompt": "e"}).id == prompts[3].id                                  # the answer is no part of a prompt's identity
-    for text in ("", "\n"):
-        path.write_text(text)
-        with pytest.raises(UserError, match="no prompts"):
-            read(path)
-    with pytest.raises(UserError, match="nowhere"):
-        read(tmp_path / "nowhere.jsonl")
-
-
 def test_a_prompts_id_is_fixed():
     """Stores on disk hold these ids: a change here would let held-out prompts into training."""
     assert parse({"prompt": "a"}).id == Prompt(({"content": "a", "role": "user"},)).id
@@ -179,3 +151,10 @@ def test_an_empty_side_is_refused():
         split(prompts, 0.0, "s")
     with pytest.raises(UserError, match="none to train on"):
         split(prompts, 1.0, "s")
+
+
+def test_the_judges_are_each_once_and_stay_when_the_list_is_turned():
+    prompts = [parse({"prompt": f"prompt {i}"}) for i in range(20)]
+    chosen = judges(prompts + prompts[:5], 4)
+    assert chosen == judges(prompts[::-1], 4) and [p.id for p in chosen] == sorted(p.id for p in prompts)[:4]
+    assert len(judges(prompts * 2, 100)) == 20

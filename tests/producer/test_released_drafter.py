@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from common.drafter import checkpoint
 from common.drafter.geometry import layer_rule
 from common.errors import UserError
-from producer import cli, writing
+from producer import cli, fitting, writing
 from producer.speculate import Limit, plain
 from producer.target import Target, load
 
@@ -90,6 +90,7 @@ def test_a_released_folder_generates_the_targets_text(target_folder, folder):
 @pytest.mark.parametrize("block", [1, 5])
 def test_smaller_blocks_down_to_none_drafted(monkeypatch, target, folder, block):
     monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
+    monkeypatch.setattr(fitting, "sizes", lambda _name: target)
     got = hsprod("hello", "--max-new-tokens", 12, "--drafter", folder, "--block-size", block, "--compare")
     assert got.exit_code == 0 and "texts identical" in got.stderr and ("tau 1.00 (0 of 0" in got.stderr) == (block == 1)
 
@@ -132,6 +133,7 @@ INSIDE = CURRENT["dflash_config"]
     ({"num_target_layers": 9}, "layers 9")])
 def test_what_cannot_run_here_is_one_line_that_names_it(monkeypatch, target, tmp_path, change, says):
     monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
+    monkeypatch.setattr(fitting, "sizes", lambda _name: target)
     got = hsprod("hello", "--drafter", write(tmp_path / "d", CURRENT | change))
     assert isinstance(got.exception, UserError) and says in str(got.exception) and "\n" not in str(got.exception) and got.stdout == ""
 
@@ -140,6 +142,7 @@ def test_what_cannot_run_here_is_one_line_that_names_it(monkeypatch, target, tmp
 def test_the_mask_token_is_the_drafters_choice(monkeypatch, target, tmp_path, mask, noted):
     """C4: any row of the embedding will do; one that a text can hold is said to be one."""
     monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
+    monkeypatch.setattr(fitting, "sizes", lambda _name: target)
     got = hsprod("hello", "--max-new-tokens", 2, "--drafter", write(tmp_path / "d", CURRENT | {"dflash_config": INSIDE | {"mask_token_id": mask}}))
     assert got.exit_code == 0 and ("the mask token of" in got.stderr) == bool(noted) and (noted or "") in got.stderr
 
@@ -152,7 +155,7 @@ def test_a_stream_with_a_mask_token_of_its_own_is_this_targets_all_the_same(targ
     record = {"contract": served.hash, "target": served.target} | ({"extraction": served.to_dict()} if extraction else {})
     (drafter / checkpoint.RECORD).write_text(json.dumps(record))
     settings = writing.Generate(prompt="a", drafter=drafter)
-    writing.fit_drafter(settings, writing.read_drafter(settings), target, None)
+    fitting.fit_drafter(settings, fitting.read_drafter(settings), target, None)
     assert capsys.readouterr().err == ""
 
 

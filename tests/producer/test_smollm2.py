@@ -9,7 +9,8 @@ from safetensors import safe_open
 from common.errors import UserError
 from producer import smollm2
 from producer.generate import answer
-from producer.prompts import parse, render
+from producer.prompt_sets import parse
+from producer.prompts import render
 from producer.sampling import Sampling
 from producer.target import load
 
@@ -60,7 +61,7 @@ def test_it_speaks():
     target = load("smollm2", device="cpu")
     assert not target.is_hybrid and target.vocab_size == 49152 and target.eos_ids == {2}
     assert target.tokenizer.convert_ids_to_tokens(target.mask_token_id) == "<repo_name>"
-    ids = render(target.tokenizer, parse({"prompt": "What is the capital of France?"}), None)
+    ids = render(target.tokenizer, parse({"prompt": "What is the capital of France?"})[1], None)
     text = answer(target, [ids], 12, Sampling(), ["a"])[0]
     assert "Paris" in target.tokenizer.decode(text)
     target.capture(ids + text, [False] * len(ids) + [True] * len(text), (1, 8, 14, 20, 27))

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 
 import pytest
 import tiny
@@ -15,11 +16,11 @@ from common.drafter import checkpoint
 from common.drafter.config import shape_for
 from common.drafter.model import Drafter
 from common.errors import UserError
-from producer import cli, identity, writing
+from producer import cli, fitting, identity, writing
 from producer.config import Generate
 from producer.prompts import Prompt, render
 from producer.sampling import Sampling
-from producer.speculate import Limit, plain
+from producer.speculate import Decoded, Limit, plain
 from producer.writing import TextStream, UNFINISHED
 
 TOK = tiny.tokenizer()
@@ -80,6 +81,7 @@ def folder(target, tmp_path_factory):
 @pytest.fixture
 def hsprod(target, monkeypatch):
     monkeypatch.setattr(writing, "load", lambda *_args, **_kwargs: target)
+    monkeypatch.setattr(fitting, "sizes", lambda _name: target)
     return lambda *args, **kwargs: CliRunner().invoke(cli.app, ["generate", *map(str, args)], **kwargs)
 
 
@@ -103,7 +105,7 @@ def test_prompts_from_a_file_in_its_order(hsprod, target, tmp_path):
     file.write_text('{"prompt": "hello"}\n{"prompt": "f2(x)"}\n')
     got = hsprod("--prompts", file, "--max-new-tokens", 12)
     assert got.stdout == said(target, "hello", 12) + "\n" + said(target, "f2(x)", 12) + "\n"
-    assert got.stderr.startswith("[1/2] ") and "\n[2/2] " in got.stderr
+    assert got.stderr.startswith(f'{file}: 2 prompts (2 with "prompt")\n[1/2] ') and "\n[2/2] " in got.stderr
 
 
 def test_a_seed_is_a_text(hsprod, folder):
@@ -117,9 +119,47 @@ def test_compare_names_the_place_and_the_margin(target):
     writer = writing.Writer(target, None, Limit(10), Sampling(), None, None)
     ids = prompts((9,))[0]
     decoded = writer.decode(ids, "")
-    assert "texts identical, " in writer.compare(ids, decoded)
+    same, words = writer.compare(ids, decoded)
+    assert same and "texts identical, " in words
     other = dataclasses.replace(decoded, tokens=[*decoded.tokens[:4], decoded.tokens[4] + 1, *decoded.tokens[5:]])
-    assert "texts other from new token 4 on, where the target's first choice led by " in writer.compare(ids, other)
+    same, words = writer.compare(ids, other)
+    assert not same and "texts other from new token 4 on, where the target's first choice led by " in words
+
+
+@pytest.mark.parametrize("dtype, code", [(torch.float32, 1), (torch.bfloat16, 0)])
+def test_a_text_that_differs_is_an_error_in_fp32_alone(hsprod, monkeypatch, target, folder, dtype, code):
+    """Rounding may change a text in bf16.  The plain text is falsified: to --compare that is a text that speculation changed."""
+    def false(*args, **how):
+        decoded = plain(*args, **how)
+        return dataclasses.replace(decoded, tokens=[*decoded.tokens[:-1], 7])
+    monkeypatch.setattr(writing, "plain", false)
+    monkeypatch.setattr(target, "dtype", dtype)
+    monkeypatch.setattr(writing, "fit_drafter", lambda _settings, found, *_: found[0])
+    monkeypatch.setattr(writing, "speculate", lambda _target, _drafter, ids, limit, **_how: plain(target, ids, limit))
+    got = hsprod("hello", "--max-new-tokens", 9, "--drafter", folder, "--compare")
+    assert got.exit_code == code and "texts other from new token 8 on" in got.stderr, got.output
+    assert ("1 of 1 texts are not plain decoding's" in got.stderr) == bool(code)
+
+
+def test_an_output_that_cannot_hold_the_text_is_said_and_gets_the_rest(hsprod, target, monkeypatch):
+    monkeypatch.setattr(writing, "plain", lambda *_args, on_tokens, **_how: on_tokens(ids) or Decoded(ids, seconds={"prefill": 1.0, "step": 1.0}))
+    ids = target.tokenizer("naïve ☃!", add_special_tokens=False).input_ids
+    got = CliRunner(charset="ascii").invoke(cli.app, ["generate", "hello"])
+    assert got.exit_code == 0 and got.stdout == "na?ve ?!\n" and "note: standard output is ascii" in got.stderr
+
+
+@pytest.mark.parametrize("config, says", [({"speculators_model_type": "dflash"}, "is in speculators' format; .*hstrain import .* --out DIR"),
+                                          (None, "is a file; .*hstrain import .* --out DIR")])
+def test_another_format_is_recognised_and_the_command_named(hsprod, monkeypatch, tmp_path, config, says):
+    monkeypatch.setattr(writing, "load", None)
+    path = tmp_path / "d.gguf"
+    if config is None:
+        path.write_bytes(b"GGUF")
+    else:
+        path.mkdir()
+        (path / checkpoint.CONFIG).write_text(json.dumps(config))
+    got = hsprod("a", "--drafter", path)
+    assert isinstance(got.exception, UserError) and re.search(says, str(got.exception)) and str(path) in str(got.exception)
 
 
 @pytest.mark.parametrize("args, says", [
@@ -146,7 +186,7 @@ def settings_for(folder, **more) -> Generate:
 
 
 def load_drafter(settings: Generate, target, thinking):
-    return writing.fit_drafter(settings, writing.read_drafter(settings), target, thinking)
+    return fitting.fit_drafter(settings, fitting.read_drafter(settings), target, thinking)
 
 
 def test_another_contract_is_refused_and_can_be_forced(target, folder, tmp_path, capsys):
@@ -213,12 +253,15 @@ def test_a_record_with_a_damaged_contract(target, folder, tmp_path):
 
 @pytest.mark.parametrize("change, says", [(dict(n_layers=9), "layers 9, tiny-dense has 8"), (dict(hidden_size=128), "hidden size 128"),
                                           (dict(vocab_size=99), "vocabulary 99")])
-def test_a_drafter_of_another_shape_is_refused_even_by_force(target, tmp_path, change, says):
+def test_a_drafter_of_another_shape_is_refused_even_by_force(hsprod, monkeypatch, target, tmp_path, change, says):
     shape = dict(hidden_size=target.hidden_size, vocab_size=target.vocab_size, n_layers=target.n_layers) | change
     checkpoint.save(tmp_path / "d", Drafter(shape_for(**shape, taps=TAPS, mask_token_id=2, attention="mixed"),
                                             torch.Generator().manual_seed(0)), {"contract": "f"}, torch.float32)
     with pytest.raises(UserError, match=says):
         load_drafter(settings_for(tmp_path / "d", force=True), target, None)
+    monkeypatch.setattr(writing, "load", None)                       # and before the target is read, by its config alone
+    got = hsprod("a", "--target", "tiny-dense", "--drafter", tmp_path / "d", "--force")
+    assert isinstance(got.exception, UserError) and says in str(got.exception)
 
 
 def test_a_released_folder_has_no_record_and_that_is_said(target, folder, tmp_path, capsys):
