@@ -21,6 +21,7 @@ from common.drafter.config import DrafterConfig
 from common.errors import CaptureError, CorruptError, UserError
 from trainer import corruption
 from trainer.arms import Arm
+from trainer.config import CACHE_MB
 from trainer.objectives import NEEDS_TEACHER
 
 if TYPE_CHECKING:
@@ -93,8 +94,11 @@ def make_batch(captures: list[Capture], config: DrafterConfig, arm: Arm, *, anch
 
 
 def check_probes(capture: Capture, head: Tensor) -> None:
-    """head (V, H).  Raises CaptureError naming the first row where this box's head disagrees with the producer's."""
-    rows = capture.probe_rows
+    """head (V, H).  Raises CaptureError naming the first row where this box's head disagrees with the producer's, or for a token that
+    the target does not have."""
+    rows, tokens = capture.probe_rows, np.concatenate([capture.ids, capture.probe_tokens])
+    if tokens.min() < 0 or tokens.max() >= len(head):
+        raise CaptureError(f"token ids run from {tokens.min()} to {tokens.max()}, the target has {len(head)}")
     logits = bf16(capture.final[rows]).to(head.device, torch.float32) @ head.float().T if len(rows) else torch.zeros(0, 1)
     for row, token, values in zip(rows.tolist(), capture.probe_tokens.tolist(), logits):
         best = values.max()
@@ -104,10 +108,10 @@ def check_probes(capture: Capture, head: Tensor) -> None:
 
 
 class Samples:
-    """Decoded captures of this box's store, the last `keep_bytes` of them in memory; index 0 is the store's first sample."""
+    """Decoded captures of this box's store, those used last kept in memory, `keep_bytes` of them; index 0 is the store's first sample."""
 
     def __init__(self, inbox: Inbox, head: Tensor, *, contract: str, mask_token_id: int, most: int | None = None,
-                 keep_bytes: int = 2 << 30) -> None:
+                 keep_bytes: int = CACHE_MB << 20) -> None:
         """inbox: whoever has `store`, the SampleStore in use (a follower that takes over opens another).  most: samples that there are,
         whatever comes after them; None: all."""
         self._inbox, self._head, self._contract, self._mask, self._most = inbox, head, contract, mask_token_id, most
@@ -150,10 +154,14 @@ class Samples:
                 raise CaptureError(f"sample {seq}: {error}") from None
             self._checked.add(index)
         self._kept[index] = sample.capture
-        self._held += sample.capture.taps.nbytes
+        self._held += _bytes(sample.capture)
         while self._held > self._keep and len(self._kept) > 1:
-            self._held -= self._kept.popitem(last=False)[1].taps.nbytes
+            self._held -= _bytes(self._kept.popitem(last=False)[1])
         return sample.capture
+
+
+def _bytes(capture: Capture) -> int:
+    return sum(value.nbytes for value in vars(capture).values() if isinstance(value, np.ndarray))
 
 
 def load_weights(assets: dict[str, Path], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from common import service
 from common.contract import ExtractionContract
-from common.errors import UserError
+from common.errors import CorruptError, UserError
 from common.files import write_whole
 from common.status import Rate
 from protocol import codec
@@ -87,7 +87,7 @@ class Inbox:
 
     def _sample(self, seq: int, data: bytes) -> None:
         """Durable on return.  Checked whole first, so that a sample that was damaged on its way comes again instead of lying here."""
-        codec.verify(data)
+        check_shape(codec.verify(data), self.store.contract)
         self.store.append(seq, data)
 
     # ---- called on the main thread
@@ -166,6 +166,13 @@ class Inbox:
 
     def offer(self, folder: Path, *, step: int, record: dict) -> None:
         self.link.offer(folder, run=self._run_name, step=step, record=record)
+
+
+def check_shape(header: codec.Header, contract: dict) -> None:
+    """CorruptError where a sample's states are not of the contract's shape: it would be acknowledged, and end every run that reads it."""
+    said, wanted = (header.taps, header.hidden), (len(contract["taps"]), contract["hidden_size"])
+    if said != wanted:
+        raise CorruptError(f"sample {header.seq}: {said[0]} taps {said[1]} wide, the contract says {wanted[0]} taps {wanted[1]} wide")
 
 
 def assets_of(folder: Path, contract_hash: str) -> dict[str, Path] | None:

@@ -120,6 +120,8 @@ def shape_for(hidden_size: int, vocab_size: int, n_layers: int, taps: tuple[int,
 
     From 1024 up it is the released drafter of Qwen3.6-35B-A3B (dflash-facts 1.1), scaled in heads and width; below, the
     small one of the demo targets (embedded-target-facts.md, smollm2-facts.md)."""
+    if not 0 < hidden_size <= MOST["hidden_size"]:              # it comes off the wire, and what follows counts up to it
+        raise UserError(f"drafter shape: hidden_size is {hidden_size}, must be positive and at most {MOST['hidden_size']}")
     if hidden_size >= 1024:
         head_dim, heads = 128, 2 * hidden_size // 128
         shape = dict(num_hidden_layers=6, head_dim=head_dim, num_attention_heads=heads,

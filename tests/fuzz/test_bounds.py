@@ -3,25 +3,32 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import hashlib
 import json
 import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common import jsons
-from common.drafter.config import MOST, DrafterConfig
-from common.errors import MOST_TEXT, CorruptError, PeerError, UserError, one_line
+from common.drafter.config import MOST, DrafterConfig, shape_for
+from common.errors import MOST_TEXT, CaptureError, CorruptError, PeerError, UserError, one_line
 from producer.daemon import check_fits
 from protocol import codec, events as e
 from protocol.frames import decode, encode
 from protocol.offers import MAX_HANDED, Offers
 from protocol.peer_session import MOST_NAMED, StreamFacts, judge
-from protocol.transfer import offer_id
+from protocol.transfer import PartFile, Pull, offer_id
 from tests.fuzz import seeds
-from tests.protocol.samples import CONTRACT, STREAM, capture
+from tests.fuzz.readers import folder
+from tests.protocol.samples import CONTRACT, STREAM, capture, sample
+from trainer.batch import check_probes
 from trainer.formats import gguf_bounds
+from trainer.inbox import check_shape
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,3 +159,54 @@ def test_nothing_here_unpickles_or_evaluates():
                 assert called not in ("torch.load", "eval", "exec", "__import__"), (path, called)
                 if called in ("np.load", "numpy.load"):
                     assert any(k.arg == "allow_pickle" and ast.unparse(k.value) == "False" for k in node.keywords), (path, node.lineno)
+
+
+@pytest.mark.parametrize("hidden", [0, -1, (1 << 16) + 1, 2 ** 60 + 128 * 7, 2 ** 63])
+def test_a_contract_off_the_wire_makes_no_shape_without_end(hidden):
+    """2**60 and a bit: a search for a divisor of the heads that went on for ever."""
+    with pytest.raises(UserError, match="hidden_size"):
+        shape_for(hidden, 64, 8, (1, 4), 2, "mixed")
+
+
+@pytest.mark.parametrize("taps, hidden, fits", [(2, 24, True), (1, 24, False), (3, 24, False), (2, 23, False)])
+def test_a_sample_of_another_shape_than_the_contracts_is_not_acknowledged(taps, hidden, fits):
+    header = codec.read_header(sample(7, tokens=4, taps=taps, hidden=hidden))
+    if fits:
+        check_shape(header, CONTRACT.to_dict())
+    else:
+        with pytest.raises(CorruptError, match=f"sample 7: {taps} taps {hidden} wide, the contract says 2 taps 24 wide"):
+            check_shape(header, CONTRACT.to_dict())
+
+
+@pytest.mark.parametrize("field, value", [("ids", 64), ("ids", -1), ("probe_tokens", 64), ("probe_tokens", -1)])
+def test_a_token_that_the_target_does_not_have_is_named(field, value):
+    given_ = capture(6)
+    array = getattr(given_, field).copy()
+    array[-1] = value
+    with pytest.raises(CaptureError, match=rf"token ids run from .*{value}.*, the target has 64"):
+        check_probes(dataclasses.replace(given_, **{field: array}), torch.zeros(64, 24))
+    check_probes(given_, torch.zeros(64, 24))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.binary(max_size=60), st.binary(max_size=40), st.integers(0, 40))
+def test_whatever_stands_in_a_part_of_a_file_it_ends_as_what_was_announced_or_not_at_all(left, content, damaged):
+    """The part may be of an older file, of nobody's, or longer than the file is."""
+    info = e.FileInfo("embedding", len(content), hashlib.sha256(content).hexdigest())
+    with folder() as path:
+        (path / "a.part").write_bytes(left)
+        part = PartFile(path / "a", info)
+        assert part.have <= info.size
+        sent = bytearray(content)
+        if damaged < len(content):
+            sent[damaged] ^= 1
+        pull = Pull(info.size, part.have)
+        for offset, length in pull.asks():
+            part.write(offset, bytes(sent[offset:offset + length]))
+            pull.arrived(offset, length)
+        try:
+            part.finish()
+        except CorruptError:
+            assert not list(path.iterdir())
+        else:
+            assert [p.name for p in path.iterdir()] == ["a"] and (path / "a").read_bytes() == content
