@@ -32,7 +32,7 @@ MOST_GROWTH = 0.05                            # of memory, over an hour, by the 
 MIB = 1 << 20
 SERVE = ["--target", "embedded", "--layers", "auto", "--prompts", str(PROMPTS), "--temperature", "1", "--passes", "100000", "--batch", "16",
          "--max-new-tokens", "96", "--eval-prompts", "4", "--eval-new-tokens", "48", "--disk-budget", "0.01", "--threads", "1"]
-RUN = ["--arm", "ce_causal", "--name", "soak", "--layers", "1", "--sequences", "2", "--anchors", "8", "--steps", "1000000", "--eval-every", "400",
+RUN = ["--arm", "ce_causal", "--name", "soak", "--layers", "1", "--sequences", "2", "--anchors", "8", "--steps", "1000000", "--eval-every", "400", "--cache", "64",
        "--threads", "1"]
 ENTRY = {"hsprod": "producer", "hstrain": "trainer"}
 

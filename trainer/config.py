@@ -9,6 +9,7 @@ from typing import Literal
 from common.settings import argument, option, state_home
 from trainer.arms import choices
 
+CACHE_MB = 2048
 ADDRESS = "tcp://127.0.0.1:5757"
 
 
@@ -37,6 +38,9 @@ class Run:
     all_sliding: bool | None = option(None, "Whether the last layer slides, too.", show_default=False)
     draft_vocab: int | None = option(None, "Tokens that may be drafted, the commonest of the first samples; the head is cut to them. Default: all.",
                                      show_default=False)
+    init: Path | None = option(None, "Begin with this drafter's weights and shape: a run of ours, a checkpoint, or what hstrain import reads. Attention "
+                               "stays the arm's. Default: fresh weights.", show_default=False)
+    init_force: bool = option(False, "Begin with it though it was trained on another target's data; its shape has to fit all the same.")
     seed: int = option(0, "Seed of the drafter's start and of anchors.", min=0, max=2 ** 31 - 1)
     steps: int | None = option(None, "Length of the run, in optimisation steps. Default: by the target's size (see docs).", min=1, show_default=False)
     tokens: int | None = option(None, "Length of the run in tokens trained on, re-reads included, instead of --steps; turned into "
@@ -64,6 +68,7 @@ class Run:
                                 "fit on one card (FSDP).")
     threads: int = option(0, "CPU threads for torch; 0: torch's own choice.", min=0)
     disk_budget: float = option(200.0, "GB on disk for this box's store; receiving pauses when it is full.", min=0.001)
+    cache: int = option(CACHE_MB, "MB of decoded samples that are kept in memory, for those that are read again.", min=1)
     credit: int = option(256, "MB of samples that may be on their way at once.", min=1)
     keys: Path | None = option(None, "Folder with this box's CURVE key and the producer's public key.", show_default=False)
     metrics_port: int = option(0, "Port of 127.0.0.1 for Prometheus to read; 0: none. Each run needs its own, and the extra 'metrics'.",

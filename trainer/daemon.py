@@ -23,7 +23,7 @@ from common.errors import UserError
 from common.status import Board
 from common.version import versions
 from protocol.events import LinkDown, LinkUp, ReportArrived
-from trainer import arms, config, following, objectives, order, ranks as ranks_of, seen, sharded, shortlist
+from trainer import arms, beginning, config, following, objectives, order, ranks as ranks_of, seen, sharded, shortlist
 from trainer.arms import Arm
 from trainer.batch import Samples, load_weights
 from trainer.evals import Evals
@@ -63,7 +63,7 @@ def run(settings: config.Run, stop: service.Stop) -> None:
     if ranks.first:
         lead(settings, arm, folder, ranks, device, stop)
     else:
-        following.follow(folder, arm, settings.seed, ranks, device)
+        following.follow(folder, arm, settings.seed, ranks, device, keep_bytes=settings.cache << 20)
     ranks.close()
 
 
@@ -111,21 +111,24 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
         return None
     contract, assets = arrived
     embedding, head = load_weights(assets, device)
-    samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at)
+    samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at,
+                      keep_bytes=settings.cache << 20)
     first = shortlist.First(samples) if arm.draft_vocab else None
     enough = [lambda: len(samples) >= FIT_SAMPLES, *([first.enough] if first else [])]
     if not wait_for_samples(lambda: all(holds() for holds in enough), samples, inbox, stop, say):
         return None
-    shape, plan = shape_of(settings, arm, contract), plan_of(settings, contract, samples, world)
+    start = beginning.read(settings.init, folder, contract.n_layers) if settings.init else None
+    shape, plan = shape_of(settings, arm, contract, start), plan_of(settings, contract, samples, world)
     if settings.shard:
         sharded.check(world, plan.optimizer)
-    what = identity(settings, arm, contract, shape, plan, inbox.store.stream)
+    said = beginning.check(start, shape, contract, force=settings.init_force) if start else []
+    what = identity(settings, arm, contract, shape, plan, inbox.store.stream) | ({"init": start.about} if start else {})
     made = Run(folder, what, shape, seed=settings.seed, optimizer=plan.optimizer, lr=plan.lr,
                device=torch.device("cpu") if settings.shard else device)           # whole it need not fit on a card
     made.drafter.way = None if settings.attend == "auto" else settings.attend
     settle_end(made, inbox, settings)
     if not made.resumed:
-        fit(made, samples)
+        weigh(made, samples, start, said)
     if first:
         shortlist.settle(made, arm.draft_vocab, first)
     listed = made.drafter.shortlist
@@ -175,10 +178,19 @@ def wait_for_samples(enough: Callable[[], bool], samples: Samples, inbox: Inbox 
     return False
 
 
-def shape_of(settings: config.Run, arm: Arm, contract: ExtractionContract) -> DrafterConfig:
+def shape_of(settings: config.Run, arm: Arm, contract: ExtractionContract, start: beginning.Start | None = None) -> DrafterConfig:
+    """The default shape for the target's size, or the start's, changed by the command line and the arm."""
     given = {"num_hidden_layers": settings.layers, "block_size": arm.block_size, "sliding_window": settings.window}
+    over = {name: value for name, value in given.items() if value is not None}
+    if start:
+        fields = start.shape_fields()
+        if arm.all_sliding or "num_hidden_layers" in over:           # named by the arm, or of another length: as they would be by default
+            del fields["layer_types"]
+            if fields["sliding_window"] is None:
+                del fields["sliding_window"]
+        over = fields | over
     return shape_for(contract.hidden_size, contract.vocab_size, contract.n_layers, contract.taps, contract.mask_token_id, arm.attention,
-                     all_sliding=arm.all_sliding, **{name: value for name, value in given.items() if value is not None})
+                     all_sliding=arm.all_sliding, **over)
 
 
 def plan_of(settings: config.Run, contract: ExtractionContract, samples: Samples, world: int) -> Plan:
@@ -199,6 +211,17 @@ def identity(settings: config.Run, arm: Arm, contract: ExtractionContract, shape
                                 "stream": stream, "held_aside": order.RULE, "denominator": objectives.DENOMINATOR,
                                 "plan": {name: value for name, value in vars(plan).items() if name != "eval_every"}}
     return json.loads(json.dumps(made))                      # as it will be read back: tuples are lists
+
+
+def weigh(run: Run, samples: Samples, start: beginning.Start | None, said: list[str]) -> None:
+    """The weights of a run that has taken no step: the start's, or fresh ones fitted to the first samples.  said: of the start."""
+    if start is None:
+        fit(run, samples)
+        return
+    beginning.begin(run.drafter, start)
+    log.info("begun with %s (%s)", start.path, start.about["sha256"][:12])
+    for line in said:
+        log.warning("--init: %s", line)
 
 
 def fit(run: Run, samples: Samples) -> None:

@@ -39,14 +39,15 @@ class Work:
     shard: bool
 
 
-def follow(folder: Path, arm: Arm, seed: int, ranks: Ranks, device: torch.device) -> None:
+def follow(folder: Path, arm: Arm, seed: int, ranks: Ranks, device: torch.device, *, keep_bytes: int) -> None:
     """Returns when rank 0 says that it is enough, or that there is nothing to do at all."""
     work: Work | None = ranks.agree(None)
     if work is None:
         return
     embedding, head = load_weights(work.assets, device)
     with SampleStore(work.store, readonly=True) as store:
-        samples = Samples(SimpleNamespace(store=store), head, contract=work.contract.hash, mask_token_id=work.contract.mask_token_id)
+        samples = Samples(SimpleNamespace(store=store), head, contract=work.contract.hash, mask_token_id=work.contract.mask_token_id,
+                          keep_bytes=keep_bytes)
         made = Run(folder, work.identity, work.shape, seed=seed, optimizer=work.plan.optimizer, lr=work.plan.lr,
                    device=torch.device("cpu") if work.shard else device)
         made.drafter.way = work.way

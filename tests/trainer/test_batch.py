@@ -106,7 +106,7 @@ def test_old_captures_leave_memory_and_come_again():
     asked = []
     store = SimpleNamespace(first=0, next=6, sample=lambda seq: asked.append(seq) or SimpleNamespace(contract="c", capture=texts[seq]))
     samples = Samples(SimpleNamespace(store=store), torch.zeros(VOCAB, HIDDEN), contract="c", mask_token_id=MASK,
-                      keep_bytes=sum(t.taps.nbytes for t in texts[:3]))
+                      keep_bytes=sum(v.nbytes for t in texts[:3] for v in vars(t).values() if isinstance(v, np.ndarray)))
     for i in (0, 1, 0, 2, 3, 4, 5, 5, 0):
         assert samples[i] is texts[i]
     assert asked[:3] == [0, 1, 2] and asked.count(5) == 1 and asked[-1] == 0
