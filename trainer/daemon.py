@@ -58,6 +58,8 @@ def run(settings: config.Run, stop: service.Stop) -> None:
     folder = settings.run_dir or settings.state_dir / "runs" / f"{arm.name}-s{settings.seed}"
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,31}", folder.name):
         raise UserError(f"--run-dir {folder}: its last part names the run on the wire; use up to 32 letters, digits and . _ : -")
+    if settings.init:
+        beginning.there(settings.init, folder)
     files.usable(settings.state_dir, "--state-dir")
     ranks, device = ranks_of.begin(devices.named(settings.device))
     if ranks.first:
@@ -110,6 +112,7 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
     if arrived is None:
         return None
     contract, assets = arrived
+    start = beginning.read(settings.init, folder, contract.n_layers) if settings.init else None
     embedding, head = load_weights(assets, device)
     samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at,
                       keep_bytes=settings.cache << 20)
@@ -117,7 +120,6 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
     enough = [lambda: len(samples) >= FIT_SAMPLES, *([first.enough] if first else [])]
     if not wait_for_samples(lambda: all(holds() for holds in enough), samples, inbox, stop, say):
         return None
-    start = beginning.read(settings.init, folder, contract.n_layers) if settings.init else None
     shape, plan = shape_of(settings, arm, contract, start), plan_of(settings, contract, samples, world)
     if settings.shard:
         sharded.check(world, plan.optimizer)
