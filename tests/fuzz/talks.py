@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -15,7 +16,7 @@ import zmq
 from common.files import sha256_file
 from protocol import codec, offers, producer_link, trainer_link
 from protocol.events import Cursor
-from protocol.frames import MAX_DOCUMENT
+from protocol.frames import CHECKPOINT_NAMES, MAX_DOCUMENT
 from protocol.producer_link import MAX_PEERS, ProducerLink
 from protocol.store import SampleStore
 from protocol.trainer_link import TrainerLink
@@ -30,7 +31,7 @@ ASSETS = {"embedding": b"embedding" * 20, "tokenizer": b"{}"}
 SAMPLES = [sample(seq, tokens=3, hidden=4, taps=1) for seq in range(3)]
 
 
-def step(what: int, parts: list[bytes] = [], who: int = 0) -> bytes:
+def step(what: int, parts: Sequence[bytes] = (), who: int = 0) -> bytes:
     first, buffer = (*parts, b"", b"")[:2]
     return bytes([what | who << 2]) + len(first).to_bytes(2, "little") + first + buffer
 
@@ -108,15 +109,15 @@ def trainer_says(data: bytes) -> bool:
 
 def _producers_turn(link: ProducerLink, clock: Clock, part: bytes) -> None:
     match part[0] & 3:
-        case 0:
+        case 0:                                          # MESSAGE
             link._arrived(b"ab"[part[0] >> 2 & 1:][:1], _frames(part))
         case 1:
             clock.now += 2.0
         case 2:                                          # the main thread judges what waits
             with contextlib.suppress(queue.Empty):
                 ready = link.inbox.get_nowait()
-                assert all(path.name in ready_names(ready) for path in ready.folder.iterdir())
-                link.report(ready, result={"tau": 2.0}) if part[1:2] != b"\1" else link.report(ready, error="no")
+                assert {path.name for path in ready.folder.iterdir()} <= set(CHECKPOINT_NAMES)
+                link.report(ready, **{"error": "no"} if part[1:2] == b"\1" else {"result": {"tau": 2.0}})
         case 3:
             link._store.next += 1
             link.drop_acked()
@@ -128,10 +129,6 @@ def _producers_turn(link: ProducerLink, clock: Clock, part: bytes) -> None:
         raise AssertionError("it does not stop sending")
     link._subscribers.save(clock.now)
     link._forget_asked(clock.now)
-
-
-def ready_names(ready) -> set[str]:
-    return {*CHECKPOINT, "shortlist.safetensors"}
 
 
 def _producer_is_sound(link: ProducerLink, path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import jsons
+from common.capture import parse_taps
 from common.drafter.config import MOST, DrafterConfig, shape_for
 from common.errors import MOST_TEXT, CaptureError, CorruptError, PeerError, UserError, one_line
 from producer.daemon import check_fits
@@ -210,3 +211,13 @@ def test_whatever_stands_in_a_part_of_a_file_it_ends_as_what_was_announced_or_no
             assert not list(path.iterdir())
         else:
             assert [p.name for p in path.iterdir()] == ["a"] and (path / "a").read_bytes() == content
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text(max_size=12) | st.text("0123456789,-+_ auto:", max_size=12) | st.integers(-3, 99).map("auto:{}".format), st.integers(3, 64))
+def test_any_words_for_layers_are_legal_taps_or_the_persons_mistake(text, n_layers):
+    try:
+        taps = parse_taps(text, n_layers)
+    except UserError:
+        return
+    assert taps and list(taps) == sorted(set(taps)) and 0 <= taps[0] and taps[-1] <= n_layers - 2
