@@ -80,9 +80,9 @@ def choose(settings: Eval) -> list[tuple[str, list[Prompt]]]:
         found = prompt_sets.read(source)
         say(found.line())
         given = prompt_files.split(found.prompts, share, SALT).held_out if share else found.prompts
-        fresh = [prompt for prompt in given if prompt.id not in known]
-        chosen = prompt_files.judges(fresh, settings.count)
-        if twice := len(found.prompts) - len({prompt.id for prompt in found.prompts}) + len(given) - len(fresh):
+        unique = {prompt.id for prompt in found.prompts}
+        chosen = prompt_files.judges((prompt for prompt in given if prompt.id not in known), settings.count)
+        if twice := len(found.prompts) - len(unique) + len(unique & known):
             say(f"{source}: {twice} prompts stand there or in an earlier file already, and count once")
         if len(chosen) < settings.count:
             say(f"{source}: {len(chosen)} prompts to measure on, of {settings.count} asked for")
