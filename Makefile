@@ -7,8 +7,10 @@ READY = $(VENV)/.ready
 
 RUNS ?= 1000000
 MINUTES ?= 60
+FAULTS ?= 240
+SEED ?= 0
 
-.PHONY: demo demo-smollm2 test fuzz soak bench bench-recipes clean
+.PHONY: demo demo-smollm2 test fuzz chaos soak bench bench-recipes clean
 
 demo: $(READY)
 	$(BIN)/python tools/demo.py
@@ -25,6 +27,10 @@ test: $(READY)
 fuzz: $(READY)
 	test -d $(VENV)/fuzz/atheris || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/fuzz atheris==3.0.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/fuzz $(BIN)/python -m tests.fuzz.run --runs $(RUNS)
+
+# FAULTS by SEED over both daemons, each in a network of its own: kills, standstills, cuts, loss, full disks (tests/chaos).
+chaos: $(READY)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --gap 3 --passes 2
 
 # Both daemons under CURVE for MINUTES, and whether their memory stays flat.
 soak: $(READY)

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from common import metrics
@@ -28,12 +28,13 @@ ENTRY = {"hsprod": "producer", "hstrain": "trainer"}
 class Daemon:
     """One process; its log goes to a file of its own, or goes on in that of an earlier start."""
 
-    def __init__(self, command: str, *words: str, log: Path) -> None:
+    def __init__(self, command: str, *words: str, log: Path, prefix: Sequence[str] = ()) -> None:
+        """prefix: a command that becomes this one, such as nsenter."""
         self.name, self.log, self._from = f"{command} ({log.name})", log, log.stat().st_size if log.exists() else 0
         code = f"from {ENTRY[command]}.cli import main; main()"
         home = {"XDG_STATE_HOME": str(log.parent), "GIT_DIR": os.devnull, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
         with log.open("ab") as file:
-            self.process = subprocess.Popen([sys.executable, "-c", code, *words], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
+            self.process = subprocess.Popen([*prefix, sys.executable, "-c", code, *words], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT,
                                             env=os.environ | home)
 
     @property

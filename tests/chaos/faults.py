@@ -1,0 +1,38 @@
+"""Which faults strike when: a pure function of a seed.  What each does to two running daemons is run.py's.
+
+    kill -9          of one or both; each comes back after `seconds`, as systemd would bring it
+    stand still      kill -STOP, then -CONT
+    cut, loss, delay of the cable
+    full disk        nothing can be written on that side until it is over
+"""
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+# kind: shortest and longest, seconds.  Past 10 s of silence a link is given up: some are shorter, some longer.
+KINDS = {"kill producer": (0.1, 3.0), "kill trainer": (0.1, 3.0), "kill both": (0.1, 3.0), "producer stands still": (0.5, 14.0),
+         "trainer stands still": (0.5, 14.0), "cut": (0.3, 14.0), "loss": (2.0, 8.0), "delay": (2.0, 8.0), "producer's disk full": (1.0, 6.0),
+         "trainer's disk full": (1.0, 6.0)}
+
+
+@dataclass(frozen=True)
+class Fault:
+    """at: seconds from the start; strength: share of packets lost, or seconds of delay."""
+
+    at: float
+    kind: str
+    seconds: float
+    strength: float = 0.0
+
+
+def schedule(seed: int, count: int, gap: float) -> list[Fault]:
+    """count faults, on average `gap` seconds apart: some begin while others last.  Every kind comes before any comes again."""
+    rng, at, made, left = random.Random(seed), 0.0, [], []
+    for _ in range(count):
+        left = left or rng.sample(sorted(KINDS), len(KINDS))
+        kind = left.pop()
+        at += rng.uniform(0.2, 2 * gap - 0.2)
+        strength = {"loss": rng.uniform(0.02, 0.3), "delay": rng.uniform(0.005, 0.1)}.get(kind, 0.0)
+        made.append(Fault(at, kind, rng.uniform(*KINDS[kind]), strength))
+    return made
