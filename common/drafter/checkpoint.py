@@ -33,9 +33,9 @@ MOST_JSON = 1 << 20            # bytes of config.json and record.json each
 def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torch.bfloat16, weights: dict[str, Tensor] | None = None) -> None:
     """Write the folder under a temporary name beside it, make it durable, rename.  A folder of that name is replaced.
 
-    record: arm, seed, step, tokens, contract hash, versions: anything JSON can hold; where the drafter has a
-    shortlist, "shortlist", its length, is added to it.  weights: by name, where the drafter itself holds shares of them only.  ValueError on a dtype that load would refuse; a failure leaves no
-    temporary folder and the older checkpoint as it was."""
+    record: arm, seed, step, tokens, contract hash, versions: anything JSON can hold; where the drafter has a shortlist,
+    "shortlist", its length, is added to it.  weights: by name, where the drafter itself holds shares of them only.
+    ValueError on a dtype that load would refuse; a failure leaves no temporary folder and the older checkpoint as it was."""
     if dtype not in NAMES:
         raise ValueError(f"checkpoints are {', '.join(NAMES.values())}, not {dtype}")
     temporary = folder.with_name(f".{folder.name}.tmp")
