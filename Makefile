@@ -30,7 +30,7 @@ fuzz: $(READY)
 
 # FAULTS by SEED over both daemons, each in a network of its own: kills, standstills, cuts, loss, full disks (tests/chaos).
 chaos: $(READY)
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --gap 3 --passes 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --passes 2
 
 # Both daemons under CURVE for MINUTES, and whether their memory stays flat.
 soak: $(READY)

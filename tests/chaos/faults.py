@@ -16,9 +16,12 @@ KINDS = {"kill producer": (0.1, 3.0), "kill trainer": (0.1, 3.0), "kill both": (
          "trainer's disk full": (1.0, 6.0)}
 
 
+MOST = 4                     # faults in a burst
+
+
 @dataclass(frozen=True)
 class Fault:
-    """at: seconds from the start; strength: share of packets lost, or seconds of delay."""
+    """at: seconds from the burst's start; strength: share of packets lost, or seconds of delay."""
 
     at: float
     kind: str
@@ -26,13 +29,18 @@ class Fault:
     strength: float = 0.0
 
 
-def schedule(seed: int, count: int, gap: float) -> list[Fault]:
-    """count faults, on average `gap` seconds apart: some begin while others last.  Every kind comes before any comes again."""
-    rng, at, made, left = random.Random(seed), 0.0, [], []
-    for _ in range(count):
-        left = left or rng.sample(sorted(KINDS), len(KINDS))
-        kind = left.pop()
-        at += rng.uniform(0.2, 2 * gap - 0.2)
-        strength = {"loss": rng.uniform(0.02, 0.3), "delay": rng.uniform(0.005, 0.1)}.get(kind, 0.0)
-        made.append(Fault(at, kind, rng.uniform(*KINDS[kind]), strength))
+def schedule(seed: int, count: int) -> list[list[Fault]]:
+    """count faults in bursts of one to MOST, within a few seconds of each other: some begin while others last.  Every kind comes before
+    any comes again.  Between bursts samples must flow."""
+    rng, made, left = random.Random(seed), [], []
+    while count:
+        size, at, burst = min(count, rng.randint(1, MOST)), 0.0, []
+        for _ in range(size):
+            left = left or rng.sample(sorted(KINDS), len(KINDS))
+            kind = left.pop()
+            at += rng.uniform(0.0, 4.0)
+            strength = {"loss": rng.uniform(0.02, 0.3), "delay": rng.uniform(0.005, 0.1)}.get(kind, 0.0)
+            burst.append(Fault(at, kind, rng.uniform(*KINDS[kind]), strength))
+        made.append(burst)
+        count -= size
     return made

@@ -7,19 +7,20 @@ from collections import Counter
 
 import pytest
 
-from tests.chaos.faults import KINDS, schedule
+from tests.chaos.faults import KINDS, MOST, schedule
 from tests.chaos.run import Failed, compare, sides, why_not
 from tests.daemons.processes import ROOT
 
 
 def test_a_seed_is_a_schedule():
-    faults = schedule(3, 45, 2.0)
-    assert faults == schedule(3, 45, 2.0) != schedule(4, 45, 2.0)
-    assert all(one.at < other.at for one, other in zip(faults, faults[1:])) and 60 < faults[-1].at < 120
+    bursts = schedule(3, 45)
+    faults = [fault for burst in bursts for fault in burst]
+    assert bursts == schedule(3, 45) != schedule(4, 45) and len(faults) == 45 and {len(burst) for burst in bursts} <= set(range(1, MOST + 1))
+    assert all(one.at <= other.at for burst in bursts for one, other in zip(burst, burst[1:]))
     assert all(KINDS[f.kind][0] <= f.seconds <= KINDS[f.kind][1] for f in faults)
     counts = Counter(f.kind for f in faults)
     assert set(counts) == set(KINDS) and max(counts.values()) - min(counts.values()) <= 1
-    assert any(one.at + one.seconds > other.at for one, other in zip(faults, faults[1:])), "some last while others begin"
+    assert any(one.at + one.seconds > other.at for burst in bursts for one, other in zip(burst, burst[1:])), "some last while others begin"
     assert {sides(f) for f in faults} == {"", "p", "t", "pt"}
 
 
@@ -38,7 +39,7 @@ def test_the_comparison_sees_one_number(tmp_path):
 def test_a_short_storm(tmp_path):
     if why := why_not():
         pytest.skip(why)
-    words = ["--faults", "10", "--gap", "1.5", "--seed", "5", "--prompts", "120", "--folder", str(tmp_path / "storm")]
+    words = ["--faults", "10", "--seed", "5", "--prompts", "100", "--folder", str(tmp_path / "storm")]
     done = subprocess.run([sys.executable, "-m", "tests.chaos.run", *words], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
