@@ -10,8 +10,7 @@ from pathlib import Path
 
 from common import jsons, status
 from common.errors import UserError
-from protocol.producer_link import FORGET
-from protocol.subscribers import SEQ_OR_NONE
+from protocol.subscribers import FORGET, SEQ_OR_NONE
 
 PATIENCE = 10.0              # seconds until a running producer that does not answer is taken to be starting
 

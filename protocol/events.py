@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from common.contract import ExtractionContract
 from common.errors import PeerError
 
-VERSION = 1                  # first in every message: either end can name a difference, whatever else has changed
+VERSION = 2                  # first in every message: either end can name a difference, whatever else has changed
 
 
 class LocalError(Exception):
@@ -40,7 +40,8 @@ class Hello:
     """First word.  stream and contract: what this box's store was filled from, None where it is empty.
 
     next_seq: the first sample not yet durable here.  samples: False for a trainer that follows another process' store
-    and wants only assets and evaluations; it has no cursor and holds nothing back.
+    and wants only assets and evaluations; it has no cursor and holds nothing back.  newest: sha256 of the bytes of sample
+    next_seq - 1 as they lie here, None where there is none: whether both ends mean the same stream.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Hello:
     next_seq: int
     contract: dict | None
     samples: bool
+    newest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,13 @@ class Credit:
 @dataclass(frozen=True)
 class Ack:
     """Every sample up to and including seq is durable here; -1: none yet."""
+
+    seq: int
+
+
+@dataclass(frozen=True)
+class SampleGet:
+    """A sample that came before, and was damaged here since: once more, please.  One is asked at a time."""
 
     seq: int
 
@@ -121,6 +130,14 @@ class SampleData:
 
 
 @dataclass(frozen=True)
+class SampleAgain:
+    """Answers SampleGet; outside credit and order.  data is empty where the sample is not here any more."""
+
+    seq: int
+    data: bytes
+
+
+@dataclass(frozen=True)
 class AssetData:
     sha256: str
     offset: int
@@ -167,19 +184,20 @@ class Bye:
     reason: str
 
 
-Message = (Hello | Credit | Ack | AssetGet | CheckpointOffer | CheckpointData | Welcome | Refuse | SampleData | AssetData
-           | CheckpointGet | Report | StreamHeartbeat | Heartbeat | Bye)
+Message = (Hello | Credit | Ack | SampleGet | AssetGet | CheckpointOffer | CheckpointData | Welcome | Refuse | SampleData | SampleAgain
+           | AssetData | CheckpointGet | Report | StreamHeartbeat | Heartbeat | Bye)
 
 
 # ---- a session to its shell
 
 @dataclass(frozen=True)
 class Cursor:
-    """What a trainer's box has: stream and contract (None where the store is empty), first sample it lacks."""
+    """What a trainer's box has: stream and contract (None where the store is empty), first sample it lacks, sha256 of the one before."""
 
     stream: str | None
     next_seq: int
     contract: ExtractionContract | None
+    newest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -210,6 +228,14 @@ class Refused:
 @dataclass(frozen=True)
 class SampleArrived:
     """Trainer: make it durable, then call session.stored(seq)."""
+
+    seq: int
+    data: bytes
+
+
+@dataclass(frozen=True)
+class AgainArrived:
+    """Trainer: what session.again() asked for; data is empty where the producer does not have it any more."""
 
     seq: int
     data: bytes
@@ -257,7 +283,7 @@ class LinkLost:
     reason: str
 
 
-Event = (Welcomed | Joined | Refused | SampleArrived | Acked | Chunk | Offered | ReportArrived | LinkLost)
+Event = (Welcomed | Joined | Refused | SampleArrived | AgainArrived | Acked | Chunk | Offered | ReportArrived | LinkLost)
 
 
 @dataclass(frozen=True)

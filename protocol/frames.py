@@ -15,7 +15,8 @@ import msgpack
 from common import jsons
 from common.errors import PeerError, one_line
 from protocol.events import (VERSION, Ack, AssetData, AssetGet, Bye, CheckpointData, CheckpointGet, CheckpointOffer, Credit, Differs,
-                             FileInfo, Heartbeat, Hello, LocalError, Message, Refuse, Report, SampleData, StreamHeartbeat, Welcome)
+                             FileInfo, Heartbeat, Hello, LocalError, Message, Refuse, Report, SampleAgain, SampleData, SampleGet, StreamHeartbeat,
+                             Welcome)
 
 MAX_HEADER = 64 << 10        # bytes; a contract or an asset list is about 2 KiB
 MAX_ITEMS = 1024             # entries of one msgpack array or map: what a header of nested empty arrays can make us allocate
@@ -125,15 +126,18 @@ REASON = words(4096)
 OFFSET, LENGTH = integer(0, MAX_FILE), integer(1, CHUNK)
 
 FIELDS: dict[type, dict[str, Check]] = {
-    Hello: {"name": NAME, "stream": optional(STREAM), "next_seq": SEQ, "contract": optional(plain), "samples": boolean},
+    Hello: {"name": NAME, "stream": optional(STREAM), "next_seq": SEQ, "contract": optional(plain), "samples": boolean,
+            "newest": optional(HEX64)},
     Credit: {"total": integer(0, MAX_CREDIT)},
     Ack: {"seq": integer(-1, MAX_SEQ)},
+    SampleGet: {"seq": SEQ},
     AssetGet: {"sha256": HEX64, "offset": OFFSET, "length": LENGTH},
     CheckpointOffer: {"offer": OFFER, "run": NAME, "step": SEQ, "contract_hash": HEX64, "files": files(CHECKPOINT_NAMES)},
     CheckpointData: {"offer": OFFER, "name": text(64), "offset": OFFSET},
     Welcome: {"contract": plain, "stream": STREAM, "first_seq": SEQ, "next_seq": SEQ, "assets": files(ASSET_NAMES), "evaluation": flat},
     Refuse: {"reason": REASON, "fields": many(words(512), 64)},
     SampleData: {"seq": SEQ},
+    SampleAgain: {"seq": SEQ},
     AssetData: {"sha256": HEX64, "offset": OFFSET},
     CheckpointGet: {"offer": OFFER, "name": text(64), "offset": OFFSET, "length": LENGTH},
     Report: {"offer": OFFER, "error": optional(REASON)},
@@ -146,6 +150,7 @@ BUFFERS: dict[type, tuple[str, int, Check]] = {
     CheckpointOffer: ("record", MAX_DOCUMENT, document),
     CheckpointData: ("data", CHUNK, bytes),
     SampleData: ("data", MAX_SAMPLE, bytes),
+    SampleAgain: ("data", MAX_SAMPLE, bytes),
     AssetData: ("data", CHUNK, bytes),
     Report: ("result", MAX_DOCUMENT, document),
 }

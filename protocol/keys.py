@@ -1,15 +1,17 @@
 """CURVE keys: who may connect, and to whom.  Files in one folder per box, text, made by `hsprod keygen` and the like.
 
     secret.key      this box's secret key, mode 0600
-    allowed         producer: one trainer's public key a line, anything after it is a comment; re-read when it changes
+    allowed         producer: one trainer's public key a line, anything after it is a comment; re-read when it changes: a key that
+                    is taken out of it loses its link within a second
     producer.key    trainer: the producer's public key
 
 Encryption and authentication are libzmq's; here is only which keys, and the answer to its question (ZAP, RFC 27) whether
-a key is allowed.  Names in Hello are not bound to keys: an allowed trainer is trusted not to pose as another."""
+a key is allowed.  Which name in Hello a key may use stands in subscribers.py."""
 from __future__ import annotations
 
 import os
 import re
+import shlex
 from pathlib import Path
 
 import zmq
@@ -76,12 +78,20 @@ class ProducerKeys:
         self.allowed()
 
     def allowed(self) -> frozenset[str]:
-        """The list as it stands now; a missing list allows nobody.  A list with a bad line keeps the last good one: UserError at start only."""
+        """The list as it stands now; a missing list allows nobody.  Raises UserError, OSError where it cannot be read."""
         path = self._folder / ALLOWED
         stamp = (path.stat().st_mtime_ns, path.stat().st_size, path.stat().st_ino) if path.exists() else None
         if stamp != self._seen:
             self._keys, self._seen = _allowed(self._folder), stamp
         return self._keys
+
+    def still_allowed(self, key: str) -> bool:
+        """For a key that was let in.  While the list cannot be read (half written, a bad line) its last good form holds: nobody new is
+        let in then, and nobody is put out."""
+        try:
+            return key in self.allowed()
+        except (UserError, OSError):
+            return key in self._keys
 
 
 class TrainerKeys:
@@ -114,8 +124,11 @@ def _secret(folder: Path) -> bytes:
     except FileNotFoundError:
         raise UserError(f"{path} is missing: make a key with keygen") from None
     if mode & 0o077:
-        raise UserError(f"{path} can be read by others (mode {mode:o}): chmod 600 it, or make a new key")
-    return check(_read(path).strip()).encode()
+        raise UserError(f"{path} can be read by others (mode {mode:o}): chmod 600 {shlex.quote(str(path))}, or make a new key")
+    try:
+        return check(_read(path).strip()).encode()
+    except UserError:                                                    # says what it read, which here is nobody's to see
+        raise UserError(f"{path} holds no secret key: remove it and make a new one with keygen") from None
 
 
 def _allowed(folder: Path) -> frozenset[str]:

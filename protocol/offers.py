@@ -90,19 +90,20 @@ class Fetch:
 class Offers:
     """What became of each offer.  Used by the link's thread alone, but for `inbox`.
 
-    counters: checkpoints, replaced (by a newer one before they were evaluated), reports.
+    One is known by what is in it: a run that another process of its box goes on with, under another name, is not evaluated twice.
+    counters: checkpoints, replaced_checkpoints (by a newer one before they were evaluated), reports.
     """
 
     def __init__(self, root: Path) -> None:
         self._root, self.inbox, self.counters = root, Waiting(), Counter()
-        self._handed: dict[tuple[str, str], CheckpointReady] = {}          # waiting or in evaluation
-        self._reports: dict[tuple[str, str], tuple[dict, str | None]] = {}
+        self._handed: dict[str, CheckpointReady] = {}          # by offer: waiting or in evaluation
+        self._reports: dict[str, tuple[dict, str | None]] = {}
 
-    def report_for(self, peer: str, offer: str) -> tuple[dict, str | None] | None:
-        return self._reports.get((peer, offer))
+    def report_for(self, offer: str) -> tuple[dict, str | None] | None:
+        return self._reports.get(offer)
 
-    def handed(self, peer: str, offer: str) -> bool:
-        return (peer, offer) in self._handed
+    def handed(self, offer: str) -> bool:
+        return offer in self._handed
 
     def fetch(self, peer: str, offer: CheckpointOffer) -> Fetch:
         """Raises PeerError where too many wait, or as Fetch does."""
@@ -117,17 +118,17 @@ class Offers:
 
     def arrived(self, fetch: Fetch) -> None:
         ready = fetch.ready()
-        self._handed[ready.peer, ready.offer] = ready
+        self._handed[ready.offer] = ready
         if old := self.inbox.replace(ready):
-            self.counters["replaced"] += 1
-            del self._handed[old.peer, old.offer]
+            self.counters["replaced_checkpoints"] += 1
+            del self._handed[old.offer]
             shutil.rmtree(old.folder, ignore_errors=True)
         self.counters["checkpoints"] += 1
 
     def reported(self, ready: CheckpointReady, result: dict, error: str | None) -> None:
         self.counters["reports"] += 1
-        self._handed.pop((ready.peer, ready.offer), None)
-        self._reports[ready.peer, ready.offer] = (result, error)
+        self._handed.pop(ready.offer, None)
+        self._reports[ready.offer] = (result, error)
         while len(self._reports) > MAX_REPORTS:
             del self._reports[next(iter(self._reports))]
         shutil.rmtree(ready.folder, ignore_errors=True)

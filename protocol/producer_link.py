@@ -18,7 +18,7 @@ from protocol.frames import decode, encode
 from protocol.keys import ProducerKeys
 from protocol.offers import CheckpointReady, Fetch, Offers
 from protocol.peer_session import PeerSession, StreamFacts
-from protocol.rules import CLOSED, STREAMING, Timing, clip
+from protocol.rules import CLOSED, MAX_OFFERS, STREAMING, Timing, clip
 from protocol.standing import Connected, standing
 from protocol.subscribers import Subscribers
 from protocol.transfer import Serving, describe
@@ -29,8 +29,7 @@ TIMING = Timing(interval=2.0, limit=15.0)
 MAX_PEERS = 64               # sessions at once; a home has two or three
 ROUNDS = 16                  # samples a trainer may get before the socket is looked at again
 RETRY = 0.005                # seconds until a full queue is tried again
-FORGET = "forget"            # folder beside the cursors: an empty file NAME in it asks that the trainer of that name be forgotten
-FORGET_EVERY = 1.0           # seconds between looks into it
+LOOK_EVERY = 1.0             # seconds between looks at what a person has changed: names to forget, keys
 
 
 class Unreadable(HsdraftError):
@@ -41,8 +40,10 @@ class Unreadable(HsdraftError):
 class _Peer:
     session: PeerSession
     seen: float
+    key: str | None                                              # its CURVE public key
     pending: deque[list[bytes]] = field(default_factory=deque)     # encoded, waiting for room in the socket
     fetch: Fetch | None = None
+    offered: deque[str] = field(default_factory=lambda: deque(maxlen=MAX_OFFERS))        # whose report it waits for
 
     @property
     def name(self) -> str:
@@ -62,7 +63,7 @@ class ProducerLink:
         for info in self._facts.assets:
             self._serving.add((info.sha256,), assets[info.name])
         self._subscribers = Subscribers(cursors, store.stream)
-        self._forget, self._looked = cursors.parent / FORGET, 0.0
+        self._looked = 0.0
         self._offers = Offers(inbox_dir)
         self.inbox = self._offers.inbox
         self._peers: dict[bytes, _Peer] = {}
@@ -137,8 +138,8 @@ class ProducerLink:
             live = {p.name: Connected(p.session.credit, now - p.seen, p.session.counters) for p in self._peers.values()
                     if p.session.state is STREAMING}
         peers = standing(known, seen, live, self._store.next, self._store.bytes_between, time.time())
-        counters = dict(self.counters) | dict(self._offers.counters) | dict(self._listener.counters if self._listener else {})
-        return {"peers": peers, "counters": counters | {"unsaved_cursors": self._subscribers.failures}}
+        counters = self.counters + self._offers.counters + (self._listener.counters if self._listener else Counter())
+        return {"peers": peers, "counters": dict(counters) | {"unsaved_cursors": self._subscribers.failures}}
 
     # ---- the link's thread
 
@@ -146,37 +147,39 @@ class ProducerLink:
         more = False
         while not self._worker.closing:
             self._worker.obey()
-            wait = 0.0 if more else RETRY if any(p.pending for p in self._peers.values()) else min(0.5, self._timing.interval / 2)
-            for identity, parts in self._listener.receive(wait):
-                self._arrived(identity, parts)
-            more = any([self._pump(identity, peer) for identity, peer in list(self._peers.items())])
-            self._subscribers.save(time.monotonic())
-            self._forget_asked(time.monotonic())
+            more = self._turn(0.0 if more else RETRY if any(p.pending for p in self._peers.values()) else min(0.5, self._timing.interval / 2))
         for identity, peer in list(self._peers.items()):
             self._drop(identity, peer, "the producer stops")
         self._subscribers.save(time.monotonic(), force=True)
 
-    def _forget_asked(self, now: float) -> None:
-        """Do what `hsprod forget` asked for.  A request goes once the cursors without that trainer are on disk."""
-        if now - self._looked < FORGET_EVERY:
-            return
-        self._looked = now
-        for request in sorted(self._forget.glob("*")):
-            name = request.name
-            if any(peer.name == name for peer in self._peers.values()):
-                log.warning("%s is not forgotten, as it is connected: stop it first", name)
-            elif self._subscribers.forget(name, now):
-                self._count("forgotten", "%s is forgotten, as asked: no sample is kept for it any more", name)
-            if self._subscribers.saved:
-                request.unlink(missing_ok=True)
+    def _turn(self, wait: float) -> bool:
+        """Hear whoever has spoken, then give each trainer its share; True where one has more to get."""
+        for identity, key, parts in self._listener.receive(wait):
+            self._arrived(identity, key, parts)
+        more = any([self._pump(identity, peer) for identity, peer in list(self._peers.items())])
+        now = time.monotonic()
+        self._subscribers.save(now)
+        if now - self._looked >= LOOK_EVERY:
+            self._looked = now
+            self._obey_person(now)
+        return more
 
-    def _arrived(self, identity: bytes, parts: list[bytes]) -> None:
+    def _obey_person(self, now: float) -> None:
+        """Names to forget, and keys that are no longer allowed."""
+        for name in self._subscribers.forget_asked({peer.name for peer in self._peers.values()}, now):
+            self._count("forgotten", "%s is forgotten, as asked: no sample is kept for it any more", name)
+        for identity, peer in list(self._peers.items()):
+            if not self._listener.still_allowed(peer.key):
+                self._count("revoked", "%s: its key %s is no longer allowed; link dropped", peer.name, peer.key)
+                self._drop(identity, peer, "this key is no longer allowed")
+
+    def _arrived(self, identity: bytes, key: str | None, parts: list[bytes]) -> None:
         """One message: a session's, or a stranger's first."""
         peer, now = self._peers.get(identity), time.monotonic()
         try:
             message = decode(parts)
             if peer is None:
-                peer = self._admit(identity, message, now)
+                peer = self._admit(identity, key, message, now)
                 if peer is None:
                     return
             peer.seen = now
@@ -201,21 +204,38 @@ class ProducerLink:
 
     def _tell_stream(self, session: PeerSession) -> None:
         ended = self._ended                                          # read before next: "ended" must not go with a next of before
-        session.stream_is(self._store.first, self._store.next, ended)
+        session.stream_is(self._store.first, self._store.next, ended, self._subscribers.highest() + 1)
 
-    def _admit(self, identity: bytes, message: Message, now: float) -> _Peer | None:
+    def _admit(self, identity: bytes, key: str | None, message: Message, now: float) -> _Peer | None:
         """A session for one who says Hello; others are told to (after a restart of this end, say)."""
+        if not self._listener.still_allowed(key):                    # it was when it connected
+            self.counters["refused_keys"] += 1
+            return None
         if not isinstance(message, Hello) or len(self._peers) >= MAX_PEERS:
             if not isinstance(message, Bye):
                 self.counters["strangers"] += 1
                 reason = "say Hello first" if not isinstance(message, Hello) else f"{MAX_PEERS} trainers are connected already"
                 self._listener.send(identity, encode(Bye(reason)))
             return None
+        if reason := self._not_free(message, key):
+            self._count("refused_names", "%s: %s", message.name, reason)
+            self._listener.send(identity, encode(Refuse(reason, ())))
+            return None
         session = PeerSession(self._facts, timing=self._timing, read_sample=self._read_sample, read_chunk=self._read_chunk, now=now)
-        peer = _Peer(session, now)
+        peer = _Peer(session, now, key)
         with self._subscribers.lock:
             self._peers[identity] = peer
         return peer
+
+    def _not_free(self, hello: Hello, key: str | None) -> str:
+        """Why this trainer may not have the name it gives; "" where it may.  Without keys a name is whoever's says it."""
+        holders = {self._subscribers.key_of(hello.name), *(peer.key for peer in self._peers.values() if peer.name == hello.name)} - {key, None}
+        if key is not None and any(self._listener.still_allowed(holder) for holder in holders):
+            return (f"the name {hello.name} is another key's: give --name another, or, where that key is this box's old one, take it out of the "
+                    f"producer's list of allowed keys")
+        if hello.samples and self._subscribers.full(hello.name):
+            return "too many trainers are known: forget one with hsprod forget NAME"
+        return ""
 
     def _joined(self, identity: bytes, event: Joined, now: float) -> None:
         name = event.hello.name
@@ -224,7 +244,7 @@ class ProducerLink:
                 self._count("replaced_links", "%s connected again: its older link is dropped", name)
                 self._drop(other_id, other, f"{name} connected again; two trainers need two names")
         if event.hello.samples:
-            self._subscribers.join(name, event.start_seq - 1, now)
+            self._subscribers.join(name, event.start_seq - 1, now, self._peers[identity].key)
         log.info("%s joined%s", name, f" at sample {event.start_seq}" if event.hello.samples else " without samples")
 
     def _handle(self, identity: bytes, peer: _Peer, event: Event) -> None:
@@ -272,15 +292,16 @@ class ProducerLink:
             return False
 
     def _offered(self, peer: _Peer, offer: CheckpointOffer) -> None:
-        if report := self._offers.report_for(peer.name, offer.offer):
+        peer.offered.append(offer.offer)
+        if report := self._offers.report_for(offer.offer):
             peer.session.report(offer.offer, *report)
-        elif self._offers.handed(peer.name, offer.offer) or (peer.fetch and peer.fetch.offer.offer == offer.offer):
+        elif self._offers.handed(offer.offer) or (peer.fetch and peer.fetch.offer.offer == offer.offer):
             log.info("%s step %d from %s is here already", offer.run, offer.step, peer.name)
         else:
             if peer.fetch is not None:
                 if peer.fetch.offer.run != offer.run:
                     raise PeerError(f"CheckpointOffer: run {offer.run} while {peer.fetch.offer.run} is fetched; a link is for one run")
-                self._offers.counters["replaced"] += 1
+                self._offers.counters["replaced_checkpoints"] += 1
                 peer.fetch.close()
             peer.fetch = self._offers.fetch(peer.name, offer)
             peer.session.pull(offer, peer.fetch.have)
@@ -294,7 +315,7 @@ class ProducerLink:
     def _report(self, ready: CheckpointReady, result: dict, error: str | None) -> None:
         self._offers.reported(ready, result, error)
         for peer in self._peers.values():
-            if peer.name == ready.peer and peer.session.state is STREAMING:
+            if ready.offer in peer.offered and peer.session.state is STREAMING:
                 peer.session.report(ready.offer, result, error)
 
     def _read_sample(self, seq: int) -> bytes:

@@ -24,7 +24,7 @@ from enum import Enum
 
 from common.errors import PeerError, one_line
 from protocol.events import (Ack, AssetData, AssetGet, Bye, CheckpointData, CheckpointGet, CheckpointOffer, Chunk, Credit, Event, Heartbeat,
-                             Hello, LinkLost, LocalError, Message, Refuse, Report, SampleData, StreamHeartbeat, Welcome)
+                             Hello, LinkLost, LocalError, Message, Refuse, Report, SampleAgain, SampleData, SampleGet, StreamHeartbeat, Welcome)
 from protocol.transfer import OUTSTANDING, Pull
 
 MAX_IN_FLIGHT = 256 << 20    # bytes sent and not acknowledged, per trainer: what a peer that never reads can hold here
@@ -47,11 +47,11 @@ START, GREETING, STREAMING, CLOSED = State
 # same table: a receiver follows the speaker's moves.
 _TRAINER_SAYS = {START: {Hello: GREETING},
                  GREETING: {Bye: CLOSED},
-                 STREAMING: {m: STREAMING for m in (Credit, Ack, AssetGet, CheckpointOffer, CheckpointData, Heartbeat)} | {Bye: CLOSED},
+                 STREAMING: {m: STREAMING for m in (Credit, Ack, SampleGet, AssetGet, CheckpointOffer, CheckpointData, Heartbeat)} | {Bye: CLOSED},
                  CLOSED: {}}
 _PRODUCER_SAYS = {START: {Bye: CLOSED},
                   GREETING: {Welcome: STREAMING, Refuse: CLOSED, Bye: CLOSED},
-                  STREAMING: {m: STREAMING for m in (SampleData, AssetData, CheckpointGet, Report, StreamHeartbeat)} | {Bye: CLOSED},
+                  STREAMING: {m: STREAMING for m in (SampleData, SampleAgain, AssetData, CheckpointGet, Report, StreamHeartbeat)} | {Bye: CLOSED},
                   CLOSED: {}}
 MOVES = {"trainer": _TRAINER_SAYS, "producer": _PRODUCER_SAYS}
 

@@ -22,7 +22,7 @@ import numpy as np
 from common import jsons
 from common.contract import ExtractionContract, differences
 from common.errors import CorruptError, HsdraftError, PeerError, UserError
-from common.files import fsync_dir, write_whole
+from common.files import fsync_dir, sha256_file, write_whole
 from protocol import codec
 
 META, LOCK = "meta.json", "lock"
@@ -120,6 +120,22 @@ class SampleStore:
         """One sample's bytes, every checksum verified.  A corrupt one is put aside, counted, and named in a CorruptError, now
         and whenever it is asked for again; KeyError outside first..next-1."""
         return self._read(seq, lambda data: (data, codec.verify(data)))
+
+    def newest(self) -> str | None:
+        """sha256 (hex) of the bytes of sample next - 1 as they lie here; None where it is not here."""
+        path = self.path(self.next - 1)
+        return sha256_file(path) if self.next - 1 in self._sizes and path.exists() else None
+
+    def restore(self, seq: int, data: bytes) -> None:
+        """Put a sample that was found corrupt here back, durably.  A follower may, too: they are the bytes that were here.
+
+        Raises CorruptError where data is not that sample, whole; KeyError outside first..next-1; DiskFull, OSError."""
+        if not self.first <= seq < self.next:
+            raise KeyError(f"sample {seq} is not among {self.first} to {self.next - 1} of {self.folder}")
+        self._belongs(seq, codec.verify(data))
+        self._write(self.path(seq).name, data)
+        self._sizes[seq] = len(data)
+        self.path(seq).with_suffix(".hs.corrupt").unlink(missing_ok=True)
 
     def sample(self, seq: int) -> codec.Sample:
         """One sample decoded; as read() otherwise, and cheaper than decoding what read() gave, which verifies twice."""

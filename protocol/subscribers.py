@@ -2,7 +2,10 @@
 
 A small JSON beside the store, so that a restart forgets nobody.  Saved at once when a trainer joins or is forgotten, at most
 once a second when one acknowledges: an older number than the truth only keeps samples longer.  Nothing but `forget` lets go of a
-trainer: one that never comes back is named, with when it was last heard of (`seen`, wall seconds; for people alone)."""
+trainer: one that never comes back is named, with when it was last heard of (`seen`, wall seconds; for people alone).
+
+A name belongs to the key that first joined under it, as long as that key is allowed: else one trainer could acknowledge what
+another lacks.  Whoever replaces a box's keys takes the old one out of the list, and the name is free for the new one."""
 from __future__ import annotations
 
 import json
@@ -14,11 +17,14 @@ from pathlib import Path
 from common import jsons
 from common.errors import UserError, one_line
 from common.files import write_whole
-from protocol.frames import MAX_SEQ, integer
+from protocol.frames import MAX_SEQ, integer, text
 
 log = logging.getLogger("link")
 SEQ_OR_NONE = integer(-1, MAX_SEQ)
+KEY = text(40)
+FORGET = "forget"            # folder beside the cursors: an empty file NAME in it asks that the trainer of that name be forgotten
 EVERY = 1.0                  # seconds between saves of mere progress
+MOST = 256                   # names; a home has a few
 
 
 class Subscribers:
@@ -30,6 +36,7 @@ class Subscribers:
         self._path, self._stream, self._dirty, self._saved_at = path, stream, False, 0.0
         self._acked: dict[str, int] = {}
         self._seen: dict[str, float] = {}
+        self._keys: dict[str, str] = {}                      # CURVE public keys, z85; of those that joined with one
         self.failures = 0                                    # saves that failed; each is logged
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.exists():
@@ -38,6 +45,7 @@ class Subscribers:
                 if found["stream"] == stream:
                     self._acked = {name: SEQ_OR_NONE(seq) for name, seq in found["acked"].items()}
                     self._seen = {name: _wall(at) for name, at in found.get("seen", {}).items()}
+                    self._keys = {name: KEY(key) for name, key in found.get("keys", {}).items()}
                 else:
                     log.warning("%s is of stream %s; this is %s: starting with no known trainer", path, one_line(found["stream"]), stream)
             except (ValueError, KeyError, TypeError, AttributeError):
@@ -61,11 +69,28 @@ class Subscribers:
         """Whether the file says what stands here."""
         return not self._dirty
 
-    def join(self, name: str, acked: int, now: float) -> None:
+    def highest(self) -> int:
+        """The last sample that any trainer has; -1: none."""
         with self.lock:
+            return max(self._acked.values(), default=-1)
+
+    def key_of(self, name: str) -> str | None:
+        with self.lock:
+            return self._keys.get(name)
+
+    def full(self, name: str) -> bool:
+        """Whether there is no room for this name."""
+        with self.lock:
+            return name not in self._acked and len(self._acked) >= MOST
+
+    def join(self, name: str, acked: int, now: float, key: str | None = None) -> None:
+        with self.lock:
+            news = self._acked.get(name) != acked or key not in (None, self._keys.get(name))
             self._acked[name], self._seen[name] = acked, time.time()
+            if key is not None:
+                self._keys[name] = key
             self._dirty = True
-            self.save(now, force=True)
+            self.save(now, force=news)
 
     def acknowledge(self, name: str, acked: int) -> None:
         with self.lock:
@@ -85,9 +110,22 @@ class Subscribers:
             if self._acked.pop(name, None) is None:
                 return False
             self._seen.pop(name, None)
+            self._keys.pop(name, None)
             self._dirty = True
             self.save(now, force=True)
             return True
+
+    def forget_asked(self, connected: set[str], now: float) -> list[str]:
+        """Do what `hsprod forget` asked for: those forgotten now.  A request goes once the cursors without that trainer are on disk."""
+        done = []
+        for request in sorted((self._path.parent / FORGET).glob("*")):
+            if request.name in connected:
+                log.warning("%s is not forgotten, as it is connected: stop it first", request.name)
+            elif self.forget(request.name, now):
+                done.append(request.name)
+            if self.saved:
+                request.unlink(missing_ok=True)
+        return done
 
     def save(self, now: float, *, force: bool = False) -> None:
         """A failure is logged and tried again: nothing is dropped on the strength of a number that is not here."""
@@ -96,7 +134,7 @@ class Subscribers:
                 return
             self._saved_at = now
             try:
-                write_whole(self._path, json.dumps({"stream": self._stream, "acked": self._acked, "seen": self._seen}, indent=1).encode())
+                write_whole(self._path, json.dumps({"stream": self._stream, "acked": self._acked, "seen": self._seen, "keys": self._keys}, indent=1).encode())
                 self._dirty = False
             except OSError as error:
                 self.failures += 1

@@ -18,8 +18,8 @@ import zmq
 
 from common.contract import ExtractionContract
 from common.errors import PeerError, UserError
-from protocol.events import (CheckpointOffer, Chunk, Cursor, Differs, Event, LinkDown, LinkLost, LinkUp, Refused, ReportArrived,
-                             SampleArrived, Welcome, Welcomed)
+from protocol.events import (AgainArrived, CheckpointOffer, Chunk, Cursor, Differs, Event, LinkDown, LinkLost, LinkUp, Refused,
+                             ReportArrived, SampleArrived, Welcome, Welcomed)
 from protocol.frames import CHECKPOINT_NAMES, NAME, decode, encode
 from protocol.keys import TrainerKeys
 from protocol.rules import STREAMING, Timing, backoff
@@ -65,6 +65,7 @@ class TrainerLink:
         self._session: TrainerSession | None = None      # the link's thread's own, with the four below
         self._serving, self._parts = Serving(), {}
         self._pending: deque[list[bytes]] = deque()
+        self._answer: queue.SimpleQueue[AgainArrived] = queue.SimpleQueue()          # to again()
         self._receiving, self._progress, self._last_sample = True, False, 0.0
         self._shown: dict = {"state": "not started"}
         self._said, self._said_at = "", 0.0
@@ -132,6 +133,21 @@ class TrainerLink:
             opened.add((made, name), path)
         self._worker.do(lambda: self._offer(CheckpointOffer(made, run, step, contract, files, record), opened))
         return made
+
+    def again(self, seq: int, patience: float) -> bytes | None:
+        """A sample that came before, once more; b"" where the producer has it no more; None: no answer within `patience` seconds.
+
+        For one thread at a time, and not the link's own."""
+        self._answer, end = queue.SimpleQueue(), time.monotonic() + patience
+        self._worker.do(lambda: self._session and self._session.again(seq))
+        while (left := end - time.monotonic()) > 0:
+            try:
+                came = self._answer.get(timeout=left)
+            except queue.Empty:
+                break
+            if came.seq == seq:                                  # else the answer to a question that was given up
+                return came.data
+        return None
 
     def pause(self, paused: bool) -> None:
         """True: grant no more credit (the disk budget is used up); at most the window still comes."""
@@ -265,6 +281,8 @@ class TrainerLink:
                 if last:
                     self._parts.pop(sha256).finish()
                     self._tell()
+            case AgainArrived():
+                self._answer.put(event)
             case ReportArrived(offer=offer):
                 self._stop_serving(offer)
                 self.inbox.put(event)

@@ -7,9 +7,9 @@ from collections import Counter, deque
 
 from common.contract import ExtractionContract, differences
 from common.errors import PeerError
-from protocol.events import (Ack, AssetData, AssetGet, Bye, CheckpointData, CheckpointGet, CheckpointOffer, Credit, Cursor, Differs, Event,
-                             Heartbeat, Hello, LinkLost, LocalError, Message, Refuse, Refused, Report, ReportArrived, SampleArrived,
-                             SampleData, StreamHeartbeat, Welcome, Welcomed)
+from protocol.events import (Ack, AgainArrived, AssetData, AssetGet, Bye, CheckpointData, CheckpointGet, CheckpointOffer, Credit, Cursor, Differs,
+                             Event, Heartbeat, Hello, LinkLost, LocalError, Message, Refuse, Refused, Report, ReportArrived, SampleAgain,
+                             SampleArrived, SampleData, SampleGet, StreamHeartbeat, Welcome, Welcomed)
 from protocol.rules import MAX_OFFERS, STREAMING, Core, ReadChunk, State, Timing, may_send
 from protocol.transfer import Pull
 
@@ -22,11 +22,12 @@ class TrainerSession:
         """window: bytes of samples that may be on their way (> 0).  read_chunk serves the keys (offer, name) of offer()."""
         self._c = Core("trainer", timing, now)
         self._cursor, self._samples, self._window, self._read = cursor, samples, window, read_chunk
-        self._c.waiting.append(Hello(name, cursor.stream, cursor.next_seq, cursor.contract and cursor.contract.to_dict(), samples))
+        self._c.waiting.append(Hello(name, cursor.stream, cursor.next_seq, cursor.contract and cursor.contract.to_dict(), samples, cursor.newest))
         self.next_seq = self._stored = cursor.next_seq           # to arrive next; to be stored next
         self._sizes: deque[int] = deque()                        # of samples arrived and not stored
         self._received = self._consumed = self._granted = self._told = 0
         self._receiving, self._ack_due = samples, False
+        self._again: int | None = None                           # asked for once more
         self._offers: dict[str, CheckpointOffer] = {}
         self._contract_hash = ""
         self.producer_next, self.ended = 0, False
@@ -51,6 +52,11 @@ class TrainerSession:
                 return [Refused(message.reason, message.fields)]
             case SampleData():
                 return self._sample(message)
+            case SampleAgain():
+                if message.seq != self._again:
+                    raise PeerError(f"sent sample {message.seq} again, which was not asked for")
+                self._again = None
+                return [AgainArrived(message.seq, message.data)]
             case AssetData():
                 return self._c.chunk((message.sha256,), message.offset, message.data)
             case CheckpointGet():
@@ -107,6 +113,14 @@ class TrainerSession:
         """False: grant no more (a full disk).  What was granted may still come: at most the window, or one sample."""
         self._receiving = on and self._samples
         self._grant()
+
+    def again(self, seq: int) -> bool:
+        """Ask for a sample that came before; AgainArrived follows.  False while another one is asked, or before the Welcome."""
+        if self._again is not None or self._c.state is not STREAMING:
+            return False
+        self._again = seq
+        self._c.waiting.append(SampleGet(seq))
+        return True
 
     def pull(self, sha256: str, size: int, have: int) -> None:
         """Fetch an asset, from byte have < size on; Chunk events follow."""

@@ -10,7 +10,7 @@ import select
 import socket
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable
 
 import zmq
@@ -21,8 +21,16 @@ from protocol.frames import MAX_FROM_PRODUCER, MAX_FROM_TRAINER
 from protocol.keys import ProducerKeys, TrainerKeys, zap_reply
 
 log = logging.getLogger("link")
-QUEUED = 64                  # messages libzmq may hold per peer and direction; of chunks that is 64 MiB
+QUEUED = 64                  # messages libzmq may hold per peer and direction
+QUEUED_BYTES = 32 << 20      # of buffers to one peer: a cable of 2.5 Gb/s is busy with them for 100 ms, and this thread is back in 5
 BATCH = 64                   # messages taken before anything else is looked at
+# What one peer can make the producer hold, whatever it does, reads or does not read, and acknowledges:
+#   to it     QUEUED_BYTES, or one larger sample alone; QUEUED messages that pyzmq copies, of COPIED at most; and what waits for room: one
+#             sample, one that it asked for again, one chunk, and reports of 1 MiB, at most 48 (producer_link makes no more before they are gone)
+#   from it   QUEUED messages of two frames of MAX_FROM_TRAINER, BATCH more of them taken, one frame that is not whole
+# That is 32 + 4 + 1 + 48 MiB and two samples; 128 + 128 + 1 MiB.  The kernel has 4 to 6 MiB a socket beside it.  A peer that does not end its
+# handshake is cut by libzmq after 30 s and holds one frame until then; not bounded is a message of ever more frames (README.md).
+COPIED = zmq.COPY_THRESHOLD  # bytes: shorter frames are copied, longer ones lent to libzmq until they are sent
 
 
 class Doorbell:
@@ -115,7 +123,7 @@ class Worker:
 
 
 class Listener:
-    """ROUTER bound to address, in a context of its own.  counters: refused_keys."""
+    """ROUTER bound to address, in a context of its own.  counters: refused_keys, key_list_errors."""
 
     def __init__(self, address: str, keys: ProducerKeys | None, *, insecure: bool, bell: Doorbell) -> None:
         """Raises UserError: port taken, address wrong, or open to a network without keys."""
@@ -125,6 +133,7 @@ class Listener:
             raise UserError(f"{address} can be reached from the network: give --keys (see hsprod keygen), or --insecure if you trust all of it")
         self.counters: Counter[str] = Counter()
         self._keys, self._context = keys, zmq.Context()
+        self._lent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}             # by peer: buffers that libzmq holds
         self._router, self._zap = self._context.socket(zmq.ROUTER), None
         _limit(self._router, MAX_FROM_TRAINER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)                 # a peer that is gone is an error, not silence
@@ -145,26 +154,47 @@ class Listener:
         for one in filter(None, (self._router, self._zap, bell.reader)):
             self._poller.register(one, zmq.POLLIN)
 
-    def receive(self, seconds: float) -> list[tuple[bytes, list[bytes]]]:
-        """(peer, frames) that came; waits up to seconds where none is there."""
+    def receive(self, seconds: float) -> list[tuple[bytes, str | None, list[bytes]]]:
+        """(peer, its key, frames) that came; waits up to seconds where none is there.  The key is None where none is needed."""
         ready = dict(self._poller.poll(seconds * 1000))
         if self._zap in ready:
             self._answer_zap()
         if self._router not in ready:
             return []
-        return [(parts[0], parts[1:]) for parts in _take(self._router)]
+        keyed = self._keys is not None
+        return [(parts[0].bytes, parts[0].get("User-Id") if keyed else None, [part.bytes for part in parts[1:]])
+                for parts in _take(self._router, copy=False)]
 
     def send(self, peer: bytes, parts: list[bytes]) -> bool | None:
         """True: queued.  False: the peer's queue is full, try later.  None: the peer is gone."""
+        size = sum(len(part) for part in parts if len(part) >= COPIED)
+        if size and (held := self.held(peer)) and held + size > QUEUED_BYTES:
+            return False
         try:
-            self._router.send_multipart([peer, *parts], zmq.NOBLOCK, copy=False)
+            tracker = self._router.send_multipart([peer, *parts], zmq.NOBLOCK, copy=False, track=bool(size))
         except zmq.Again:
             return False
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
+            self._lent.pop(peer, None)
             return None
+        if size:
+            self._lent.setdefault(peer, deque()).append((size, tracker))
         return True
+
+    def held(self, peer: bytes) -> int:
+        """Bytes of buffers to this peer that have not gone to the kernel."""
+        lent = self._lent.get(peer, deque())
+        while lent and lent[0][1].done:
+            lent.popleft()
+        if not lent:
+            self._lent.pop(peer, None)
+        return sum(size for size, _ in lent)
+
+    def still_allowed(self, key: str | None) -> bool:
+        """Whether a peer with this key may go on; always where no keys are needed."""
+        return self._keys is None or (key is not None and self._keys.still_allowed(key))
 
     def close(self) -> None:
         for one in filter(None, (self._router, self._zap)):
@@ -176,6 +206,7 @@ class Listener:
         try:
             allowed = self._keys.allowed()
         except (UserError, OSError) as error:
+            self.counters["key_list_errors"] += 1
             log.error("list of allowed keys: %s; nobody new is let in", error)
             allowed = frozenset()
         reply, refused = zap_reply(request, allowed)
@@ -248,11 +279,12 @@ def _limit(one: zmq.Socket, most: int) -> None:
     one.setsockopt(zmq.LINGER, 0)
 
 
-def _take(one: zmq.Socket) -> list[list[bytes]]:
+def _take(one: zmq.Socket, *, copy: bool = True) -> list:
+    """Messages that are here, each a list of bytes, or of zmq.Frame without copy."""
     found = []
     try:
         while len(found) < BATCH:
-            found.append(one.recv_multipart(zmq.NOBLOCK))
+            found.append(one.recv_multipart(zmq.NOBLOCK, copy=copy))
     except zmq.Again:
         pass
     return found

@@ -5,10 +5,10 @@ must give the token that the producer's head gave (pitfall L3: normed twice, or 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from common.capture import Capture
 from common.drafter import geometry
 from common.drafter.config import DrafterConfig
-from common.errors import CaptureError, CorruptError, UserError
+from common.errors import CaptureError, CorruptError
 from trainer import corruption
 from trainer.arms import Arm
 from trainer.config import CACHE_MB
@@ -112,7 +112,7 @@ class Samples:
 
     def __init__(self, inbox: Inbox, head: Tensor, *, contract: str, mask_token_id: int, most: int | None = None,
                  keep_bytes: int = CACHE_MB << 20) -> None:
-        """inbox: whoever has `store`, the SampleStore in use (a follower that takes over opens another).  most: samples that there are,
+        """inbox: whoever has `store`, the SampleStore in use (a follower that takes over opens another), and `mend`.  most: samples that there are,
         whatever comes after them; None: all."""
         self._inbox, self._head, self._contract, self._mask, self._most = inbox, head, contract, mask_token_id, most
         self._kept: OrderedDict[int, Capture] = OrderedDict()
@@ -128,10 +128,7 @@ class Samples:
         if index in self._kept:
             return self._kept[index].ids, self._kept[index].loss_mask
         store = self._inbox.store
-        try:
-            return store.text(store.first + index)
-        except CorruptError as error:
-            raise UserError(f"{error}. Move the store away to receive the stream anew, while the producer has it") from None
+        return self._whole(store.first + index, store.text)
 
     def __getitem__(self, index: int) -> Capture:
         if index in self._kept:
@@ -139,10 +136,7 @@ class Samples:
             return self._kept[index]
         store = self._inbox.store
         seq = store.first + index
-        try:
-            sample = store.sample(seq)
-        except CorruptError as error:
-            raise UserError(f"{error}; it was put aside. Move the store away to receive the stream anew, while the producer has it") from None
+        sample = self._whole(seq, store.sample)
         if sample.contract != self._contract:
             raise CaptureError(f"sample {seq} was captured under another contract ({sample.contract[:12]})")
         if index not in self._checked:
@@ -158,6 +152,15 @@ class Samples:
         while self._held > self._keep and len(self._kept) > 1:
             self._held -= _bytes(self._kept.popitem(last=False)[1])
         return sample.capture
+
+
+    def _whole(self, seq: int, read: Callable[[int], Any]) -> Any:
+        """read(seq); a sample that is damaged is mended first (Inbox.mend), or that raises UserError."""
+        try:
+            return read(seq)
+        except CorruptError as error:
+            self._inbox.mend(seq, error)
+        return read(seq)
 
 
 def _bytes(capture: Capture) -> int:

@@ -18,6 +18,7 @@ from common.drafter.config import DrafterConfig
 from protocol.store import SampleStore
 from trainer.arms import Arm
 from trainer.batch import Samples, load_weights
+from trainer.inbox import unmendable
 from trainer.loop import Loop, Plan
 from trainer.ranks import Ranks
 from trainer.run import Run
@@ -46,7 +47,7 @@ def follow(folder: Path, arm: Arm, seed: int, ranks: Ranks, device: torch.device
         return
     embedding, head = load_weights(work.assets, device)
     with SampleStore(work.store, readonly=True) as store:
-        samples = Samples(SimpleNamespace(store=store), head, contract=work.contract.hash, mask_token_id=work.contract.mask_token_id,
+        samples = Samples(SimpleNamespace(store=store, mend=unmendable), head, contract=work.contract.hash, mask_token_id=work.contract.mask_token_id,
                           keep_bytes=keep_bytes)
         made = Run(folder, work.identity, work.shape, seed=seed, optimizer=work.plan.optimizer, lr=work.plan.lr,
                    device=torch.device("cpu") if work.shard else device)

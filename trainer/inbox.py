@@ -28,6 +28,7 @@ from trainer.config import ADDRESS, Run as Settings
 log = logging.getLogger("inbox")
 CLAIM_EVERY_S = 5.0          # a follower looks this often whether the receiver has ended
 REFRESH_EVERY_S = 1.0
+MEND_S = 30.0                # a sample that is damaged here is asked for so long
 STORE, ASSETS = "store", "assets"          # folders of a box's state
 
 
@@ -55,9 +56,12 @@ class Inbox:
         """A link to match: one that takes samples where the store may be written."""
         self.store, self.receiving, self._paused = store, not store.readonly, False
         name = self._settings.name if self.receiving else f"{self._settings.name}.{self._run_name}"
+        self.mended = 0                                          # samples that were damaged here and came again
         self.link = TrainerLink(self._address, name, cursor=self._cursor, assets_dir=self._assets, on_welcome=self._welcomed,
                                 on_sample=self._sample if self.receiving else None, window=self._settings.credit * 1_000_000,
                                 keys=self._keys)
+        if self.receiving:
+            self._keep_budget()                                  # before the first Welcome: what is granted there comes
         self.link.start()
 
     def close(self) -> None:
@@ -75,7 +79,8 @@ class Inbox:
     def _cursor(self) -> Cursor:
         if not self.store.stream:
             return Cursor(None, 0, None)
-        return Cursor(self.store.stream, self.store.next, ExtractionContract.from_dict(self.store.contract))
+        newest = self.store.newest() if self.receiving else None
+        return Cursor(self.store.stream, self.store.next, ExtractionContract.from_dict(self.store.contract), newest)
 
     def _welcomed(self, welcome: Welcome, contract: ExtractionContract) -> None:
         if self.receiving and not self.store.stream:
@@ -119,6 +124,30 @@ class Inbox:
             found += self._take_over()
         return found
 
+    def mend(self, seq: int, found: CorruptError) -> None:
+        """Fetch a stored sample again that is damaged here; it is whole on return.  Raises UserError with what to do where it cannot be."""
+        log.warning("%s; asking the producer for it again", found)
+        end, why = time.monotonic() + MEND_S, f"{self._address} did not answer within {MEND_S:.0f} s: start the producer, then this again"
+        while time.monotonic() < end:
+            self.link.raise_if_failed()
+            service.beat()
+            data = self.link.again(seq, 1.0)
+            if data == b"":
+                why = (f"the producer does not have it any more: train on the samples before it with --from {self._folder} --samples "
+                       f"{seq - self.store.first}, or move that folder away to receive anew what the producer has")
+                break
+            try:
+                if data is not None:
+                    check_shape(codec.verify(data), self.store.contract)
+                    self.store.restore(seq, data)
+                    self.mended += 1
+                    log.warning("sample %d came again and is whole", seq)
+                    return
+            except (CorruptError, OSError) as error:             # on its way, or the disk
+                why = f"what came again could not be stored: {error}"
+                time.sleep(0.5)
+        raise UserError(f"sample {seq} of {self._folder} is damaged, and {why}")
+
     def _keep_budget(self) -> None:
         budget = int(self._settings.disk_budget * 1e9)
         paused = should_pause(self.store.bytes_used, budget, self._paused)
@@ -158,7 +187,7 @@ class Inbox:
 
     def counters(self) -> dict:
         """What the link counted since it was made."""
-        return self.link.snapshot()["counters"]
+        return self.link.snapshot()["counters"] | {"mended": self.mended}
 
     @property
     def up(self) -> bool:
@@ -166,6 +195,11 @@ class Inbox:
 
     def offer(self, folder: Path, *, step: int, record: dict) -> None:
         self.link.offer(folder, run=self._run_name, step=step, record=record)
+
+
+def unmendable(_seq: int, found: CorruptError) -> None:
+    """Where no producer is there to send a sample again.  Raises UserError."""
+    raise UserError(f"{found}. Run hstrain once with its producer and one process: a damaged sample that is read there comes again") from None
 
 
 def check_shape(header: codec.Header, contract: dict) -> None:

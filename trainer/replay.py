@@ -12,14 +12,14 @@ from pathlib import Path
 
 from common import service
 from common.contract import ExtractionContract
-from common.errors import UserError
+from common.errors import CorruptError, UserError
 from protocol.events import Cursor, LinkDown, LinkUp, ReportArrived
 from protocol.keys import TrainerKeys
 from protocol.store import META, SampleStore
 from protocol.trainer_link import TrainerLink
 from trainer import seen
 from trainer.config import Run as Settings
-from trainer.inbox import ASSETS, STORE, assets_of, heard
+from trainer.inbox import ASSETS, STORE, assets_of, heard, unmendable
 
 UNREACHED_S = 60.0           # training is done and no producer was reached for so long: what waits for it is left waiting
 
@@ -87,6 +87,10 @@ class Stored:
     def hopeless(self) -> bool:
         """Nobody is there to measure a checkpoint: no producer was named, or none was reached for a while."""
         return self._link is None or (not self.up and time.monotonic() - self._lost > UNREACHED_S)
+
+    def mend(self, seq: int, found: CorruptError) -> None:
+        """Raises UserError: a producer that is named here may have another stream."""
+        unmendable(seq, found)
 
     def offer(self, folder: Path, *, step: int, record: dict) -> None:
         self._link.offer(folder, run=self._run_name, step=step, record=record)

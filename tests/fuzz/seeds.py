@@ -28,7 +28,7 @@ STATUS = {"doing": "training", "run": "/r", "run_name": "r", "arm": "ce", "addre
           "stream": "receiving",
           "numbers": {number.name: 3 for number in (*producer_seen.NUMBERS, *trainer_seen.NUMBERS)} | {"first_sample": 1, "disk_used_bytes": 5e9},
           "counters": {"refused": 2}, "troubles": {"warning": 3}, "written_at": 990.0, "pid": 1, "started": "1", "unwritten_status": 0,
-          "last_trouble": {"at": 940.0, "level": "warning", "text": "link: cut"},
+          "last": {"warning": {"at": 940.0, "text": "link: cut"}},
           "trainers": {"old": {"connected": False, "follower": False, "acked": 9, "lag": 32, "lag_bytes": 5 * 10 ** 9, "sole_bytes": 10, "credit": 0,
                                "last_seen_s": None, "away_s": 86400.0}}}
 
@@ -36,11 +36,11 @@ STATUS = {"doing": "training", "run": "/r", "run_name": "r", "arm": "ce", "addre
 def messages() -> list[e.Message]:
     """One of each kind at least."""
     offer = offer_id("run", 7, FILES)
-    return [e.Hello("box-1", None, 0, None, True), e.Hello("box:arm", "s1", 7, CONTRACT.to_dict(), False), e.Credit(1 << 40), e.Ack(-1),
+    return [e.Hello("box-1", None, 0, None, True), e.Hello("box:arm", "s1", 7, CONTRACT.to_dict(), False), e.Credit(1 << 40), e.Ack(-1), e.SampleGet(3),
             e.AssetGet(HASH, 3, 5), e.CheckpointOffer(offer, "run", 7, HASH, FILES, {"arm": "ce", "loss": [1.5, None]}),
             e.CheckpointData(offer, "config.json", 0, b"abc"),
             e.Welcome(CONTRACT.to_dict(), "s1", 0, 9, (e.FileInfo("lm_head", 1, HASH),), {"n": 3}), e.Refuse("no", ("taps: 1 -> 2",)),
-            e.SampleData(3, b"\0" * 10), e.AssetData(HASH, 0, b"x"), e.CheckpointGet(offer, "config.json", 0, 9),
+            e.SampleData(3, b"\0" * 10), e.SampleAgain(3, b""), e.AssetData(HASH, 0, b"x"), e.CheckpointGet(offer, "config.json", 0, 9),
             e.Report(offer, {"tau": 2.5}, None), e.Report(offer, {}, "failed"), e.StreamHeartbeat(9, True, {"a": 1}), e.Heartbeat({}),
             e.Bye("enough")]
 

@@ -84,6 +84,9 @@ class Socket:
         self.sent += 1
         return True
 
+    def still_allowed(self, _key: None) -> bool:
+        return True
+
 
 def trainer_says(data: bytes) -> bool:
     """Anything a trainer can say, to the producer's link."""
@@ -110,7 +113,7 @@ def trainer_says(data: bytes) -> bool:
 def _producers_turn(link: ProducerLink, clock: Clock, part: bytes) -> None:
     match part[0] & 3:
         case 0:                                          # MESSAGE
-            link._arrived(b"ab"[part[0] >> 2 & 1:][:1], _frames(part))
+            link._arrived(b"ab"[part[0] >> 2 & 1:][:1], None, _frames(part))
         case 1:
             clock.now += 2.0
         case 2:                                          # the main thread judges what waits
@@ -128,7 +131,7 @@ def _producers_turn(link: ProducerLink, clock: Clock, part: bytes) -> None:
     else:
         raise AssertionError("it does not stop sending")
     link._subscribers.save(clock.now)
-    link._forget_asked(clock.now)
+    link._obey_person(clock.now)
 
 
 def _producer_is_sound(link: ProducerLink, path: Path) -> None:

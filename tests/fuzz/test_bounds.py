@@ -83,7 +83,7 @@ def test_checkpoints_that_wait_are_so_many_and_no_more(tmp_path):
     with pytest.raises(PeerError, match=f"{MAX_HANDED} checkpoints wait"):
         offer("another", 1)
     offer("run3", 2)                                     # in its older one's place
-    assert offers.inbox.qsize() == MAX_HANDED and offers.counters["replaced"] == 1
+    assert offers.inbox.qsize() == MAX_HANDED and offers.counters["replaced_checkpoints"] == 1
     offers.reported(offers.inbox.get_nowait(), {}, None)
     offer("another", 1)
 

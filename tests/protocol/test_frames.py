@@ -15,7 +15,8 @@ from ends import CONTRACT
 SHA = "ab" * 32
 FILES = (e.FileInfo("config.json", 7, SHA), e.FileInfo("model.safetensors", 0, SHA))
 EXAMPLES = [
-    e.Hello("box-1", None, 0, None, True), e.Hello("box:arm", "s1", 7, CONTRACT.to_dict(), False), e.Credit(1 << 40), e.Ack(-1),
+    e.Hello("box-1", None, 0, None, True), e.Hello("box:arm", "s1", 7, CONTRACT.to_dict(), False, SHA), e.Credit(1 << 40), e.Ack(-1),
+    e.SampleGet(3), e.SampleAgain(3, b""), e.SampleAgain(4, b"x"),
     e.AssetGet(SHA, 3, 5), e.CheckpointOffer("0f" * 16, "run", 10, SHA, FILES, {"arm": "ce", "loss": [1.5, None]}),
     e.CheckpointData("0f" * 16, "config.json", 0, b"abc"),
     e.Welcome(CONTRACT.to_dict(), "s1", 0, 9, (e.FileInfo("lm_head", 1, SHA),), {"prompts": "abc", "n": 3}),
@@ -67,9 +68,9 @@ def test_each_field_missing_extra_or_ill_typed_is_named(message):
     ([header("Sesame", seq=1)], "Sesame"), ([header("FileInfo")], "FileInfo"), ([header("Ack", seq=True)], "Ack: seq"),
     ([header("Ack", seq=1.0)], "Ack: seq"), ([header("Ack", seq=-2)], "Ack: seq"), ([header("Credit", total=1 << 63)], "Credit: total"),
     ([header("Bye", reason="x" * 5000)], "Bye: reason"), ([b"\x00" * (MAX_HEADER + 1)], "header of"),
-    ([header("Hello", name="../etc", stream=None, next_seq=0, contract=None, samples=True)], "Hello: name"),
-    ([header("Hello", name="a", stream=None, next_seq=0, contract={"taps": {b"a": 1}}, samples=True)], "Hello: contract"),
-    ([header("Hello", name="a", stream=None, next_seq=0, contract={"taps": msgpack.ExtType(1, b"")}, samples=True)], "Hello|msgpack"),
+    ([header("Hello", name="../etc", stream=None, next_seq=0, contract=None, samples=True, newest=None)], "Hello: name"),
+    ([header("Hello", name="a", stream=None, next_seq=0, contract={"taps": {b"a": 1}}, samples=True, newest=None)], "Hello: contract"),
+    ([header("Hello", name="a", stream=None, next_seq=0, contract={"taps": msgpack.ExtType(1, b"")}, samples=True, newest=None)], "Hello|msgpack"),
     ([header("AssetGet", sha256="AB" * 32, offset=0, length=1)], "AssetGet: sha256"), ([header("AssetGet", sha256=SHA, offset=0, length=0)], "length"),
     ([header("AssetGet", sha256=SHA, offset=0, length=CHUNK + 1)], "length"), ([header("AssetData", sha256=SHA, offset=0), b"x" * (CHUNK + 1)], "AssetData: data"),
     ([header("Report", offer="0f" * 16, error=None), b"[1]"], "Report: result"), ([header("Report", offer="0f" * 16, error=None), b"["], "Report: result"),

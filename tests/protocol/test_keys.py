@@ -23,10 +23,9 @@ def test_a_generated_key_is_private_and_never_overwritten(tmp_path):
 def test_a_key_that_others_can_read_is_refused(tmp_path, mode):
     keys.generate(tmp_path)
     os.chmod(tmp_path / keys.SECRET, mode)
-    with pytest.raises(UserError, match="chmod 600"):
-        keys.ProducerKeys(tmp_path)
-    with pytest.raises(UserError, match="chmod 600"):
-        keys.TrainerKeys(tmp_path)
+    for read in (keys.ProducerKeys, keys.TrainerKeys, keys.public_key):
+        with pytest.raises(UserError, match=f"mode {mode:o}.: chmod 600 {tmp_path / keys.SECRET}, or"):
+            read(tmp_path)
 
 
 def test_missing_and_damaged_keys_say_what_to_do(tmp_path):
@@ -40,9 +39,10 @@ def test_missing_and_damaged_keys_say_what_to_do(tmp_path):
             keys.set_producer(tmp_path, bad)
         with pytest.raises(UserError, match="not a public key"):
             keys.allow(tmp_path, bad)
-    (tmp_path / keys.SECRET).write_text("nonsense")
-    with pytest.raises(UserError, match="not a"):
+    (tmp_path / keys.SECRET).write_text("half a secret")
+    with pytest.raises(UserError, match="secret.key holds no secret key") as caught:
         keys.ProducerKeys(tmp_path)
+    assert "half a secret" not in str(caught.value), "what is in that file is nobody's to see"
 
 
 def test_the_list_of_allowed_keys_is_read_again_when_it_changes(tmp_path):

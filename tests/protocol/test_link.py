@@ -424,7 +424,7 @@ def test_a_checkpoint_that_waits_is_replaced_by_a_newer_one_and_counted(serve, a
             link.offer(folder, run="r", step=step, record={})
             wait_for(lambda: producer.snapshot()["counters"].get("checkpoints") == step, link, producer)
         ready = producer.inbox.get_nowait()
-        assert ready.step == 3 and (ready.folder / "config.json").read_text() == "step 3" and producer.snapshot()["counters"]["replaced"] == 2
+        assert ready.step == 3 and (ready.folder / "config.json").read_text() == "step 3" and producer.snapshot()["counters"]["replaced_checkpoints"] == 2
         with pytest.raises(queue.Empty):
             producer.inbox.get_nowait()
         assert list(ready.folder.parent.iterdir()) == [ready.folder]

@@ -6,9 +6,9 @@ import pytest
 from common.errors import UserError
 from common.status import Board
 from producer import forgetting
-from protocol.producer_link import FORGET, ProducerLink
+from protocol.producer_link import ProducerLink
 from protocol.standing import Connected, sole, standing
-from protocol.subscribers import Subscribers
+from protocol.subscribers import FORGET, Subscribers
 from tests.daemons.processes import free_port
 from tests.protocol.ends import CONTRACT
 

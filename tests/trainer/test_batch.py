@@ -11,6 +11,7 @@ from common.errors import CaptureError, CorruptError, UserError
 from tests.trainer.small import HIDDEN, MASK, TAPS, VOCAB, captures, config
 from trainer.arms import ARMS
 from trainer.batch import Samples, bf16, check_probes, concat_taps, make_batch
+from trainer.inbox import unmendable
 from trainer.run import draws
 
 
@@ -95,10 +96,20 @@ def test_each_sample_is_checked_when_it_is_first_read():
 def test_a_sample_that_is_corrupt_on_this_disk_ends_the_run_with_one_line():
     def damaged(_seq: int):
         raise CorruptError("000000000003.hs: planes: checksum differs")
-    samples = Samples(SimpleNamespace(store=SimpleNamespace(first=3, next=4, sample=damaged)), torch.zeros(VOCAB, HIDDEN), contract="c",
-                      mask_token_id=MASK)
-    with pytest.raises(UserError, match="000000000003.hs: planes: checksum differs; it was put aside"):
+    samples = Samples(SimpleNamespace(store=SimpleNamespace(first=3, next=4, sample=damaged), mend=unmendable), torch.zeros(VOCAB, HIDDEN),
+                      contract="c", mask_token_id=MASK)
+    with pytest.raises(UserError, match="000000000003.hs: planes: checksum differs. Run hstrain once with its producer"):
         samples[0]
+
+
+def test_a_sample_that_is_mended_is_read_again():
+    good, broken = captures(1)[0], [True]
+    def sample(_seq: int):
+        if broken[0]:
+            raise CorruptError("damaged")
+        return SimpleNamespace(contract="c", capture=good)
+    inbox = SimpleNamespace(store=SimpleNamespace(first=3, next=4, sample=sample), mend=lambda seq, _found: broken.__setitem__(0, seq != 3))
+    assert Samples(inbox, torch.zeros(VOCAB, HIDDEN), contract="c", mask_token_id=MASK)[0] is good
 
 
 def test_old_captures_leave_memory_and_come_again():
