@@ -27,12 +27,13 @@ class Number:
 @dataclass(frozen=True)
 class Seen:
     """What a daemon exports: labels, fields of the Board that every number carries; numbers; groups, of a Board's field of that
-    name, {entry: {number: value}}, exported with the label `label`."""
+    name, {entry: {number: value}}, exported with the label `label`; counted, {kind: in words}, of the Board's "counters"."""
 
     prefix: str
     labels: tuple[str, ...]
     numbers: tuple[Number, ...]
     groups: dict[str, tuple[str, tuple[Number, ...]]]
+    counted: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Family:
     values: list[tuple[tuple[str, ...], float]]
 
 
-COMMON = (Number("last_turn_seconds", "When the daemon last wrote its status, seconds since 1970; behind by minutes: it hangs, or works on one long piece"),
+COMMON = (Number("last_turn_seconds", "When the daemon last wrote its status, seconds since 1970; behind by minutes: at one long piece of work, or stuck"),
           Number("unwritten_status", "Writes of the status file that failed", "counter"))
 
 
@@ -52,16 +53,17 @@ def families(values: dict, seen: Seen) -> Iterator[Family]:
     base = tuple(str(values.get(label, "")) for label in seen.labels)
     own = values.get("numbers", {}) | {"last_turn_seconds": values.get("written_at"), "unwritten_status": values.get("unwritten_status")}
     for number in (*seen.numbers, *COMMON):
-        yield Family(number, f"{seen.prefix}_{number.name}", seen.labels, [(base, own[number.name])] if own.get(number.name) is not None else [])
+        known = own.get(number.name) is not None
+        yield Family(number, f"{seen.prefix}_{number.name}", seen.labels, [(base, own[number.name])] if known else [])
     for field, (label, numbers) in seen.groups.items():
         for number in numbers:
             found = [((*base, name), entry[number.name]) for name, entry in values.get(field, {}).items() if entry.get(number.name) is not None]
             yield Family(number, f"{seen.prefix}_{label}_{number.name}", (*seen.labels, label), found)
-    for field, label, help in (("counters", "event", "What happened since this start, by kind; one that is not listed has not happened"),
-                               ("troubles", "level", "Warnings and errors logged since this start")):
-        number = Number(f"{label}s", help, "counter")
-        found = [((*base, name.replace(" ", "_")), count) for name, count in values.get(field, {}).items()]
-        yield Family(number, f"{seen.prefix}_{number.name}", (*seen.labels, label), found)
+    happened = values.get("counters", {})
+    yield Family(Number("events", "Since this start, by kind. " + "; ".join(f"{kind}: {says}" for kind, says in seen.counted.items()), "counter"),
+                 f"{seen.prefix}_events", (*seen.labels, "event"), [((*base, kind), happened.get(kind, 0)) for kind in seen.counted if happened])
+    yield Family(Number("troubles", "Warnings and errors logged since this start", "counter"), f"{seen.prefix}_troubles",
+                 (*seen.labels, "level"), [((*base, level), values["troubles"].get(level, 0)) for level in ("warning", "error") if "troubles" in values])
 
 
 class Collector:

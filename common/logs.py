@@ -14,6 +14,7 @@ from typing import TextIO
 from rich.console import Console
 from rich.logging import RichHandler
 
+MOST_SHOWN = 500             # characters of a trouble's text in `status`
 PRIORITIES = ((logging.CRITICAL, 2), (logging.ERROR, 3), (logging.WARNING, 4), (logging.INFO, 6), (logging.NOTSET, 7))   # syslog(3)
 
 
@@ -69,17 +70,17 @@ class ForJournal(logging.Formatter):
 
 
 class Trouble(logging.Handler):
-    """last: {"at": wall seconds, "level", "text"} of the latest warning or error; counts: {"warning": n, "error": n} since the start."""
+    """last: {level: {"at": wall seconds, "text"}} of the latest "warning" and the latest "error"; counts: {level: n} since the start."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self.last: dict | None = None
+        self.last: dict[str, dict] = {}
         self.counts: Counter[str] = Counter()
 
     def emit(self, record: logging.LogRecord) -> None:
         level = "error" if record.levelno >= logging.ERROR else "warning"
         self.counts[level] += 1
-        self.last = {"at": record.created, "level": level, "text": f"{record.name}: {record.getMessage()}"[:500]}
+        self.last[level] = {"at": record.created, "text": f"{record.name}: {record.getMessage()}"[:MOST_SHOWN]}
 
 
 trouble = Trouble()

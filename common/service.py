@@ -30,10 +30,12 @@ class Stop:
     """Set by the first SIGINT or SIGTERM; a second one ends the process at once, as uvicorn does.
 
     The first one does, too, until `begin()`: while modules and a target of 70 GB are read, nothing is in hand and no loop looks.
+    turn: what a daemon wants done at each `check()`, such as its status written.
     """
 
     def __init__(self) -> None:
         self._event, self._begun = threading.Event(), False
+        self.turn: Callable[[], None] = lambda: None
 
     def begin(self) -> None:
         """From here on there is something to finish, and a loop that looks at this."""
@@ -51,6 +53,7 @@ class Stop:
     def check(self) -> None:
         """Between pieces of long work, as often as you like: tells systemd that the loop lives; raises Stopped where it is to end."""
         beat()
+        self.turn()
         if self:
             raise Stopped
 
@@ -73,6 +76,7 @@ class Threads:
 
     def __init__(self) -> None:
         self._turns: dict[str, float] = {}
+        self._said: list[str] = []
 
     def turned(self, name: str, now: float) -> None:
         """Called by the thread at each turn."""
@@ -85,6 +89,14 @@ class Threads:
     def still(self, now: float) -> list[str]:
         """Those that have stood for more than STILL seconds."""
         return [name for name, turn in list(self._turns.items()) if now - turn > STILL]
+
+    def alive(self, now: float) -> bool:
+        """Whether none stands still.  What does is logged once, not at each beat that is withheld."""
+        still = self.still(now)
+        if still and still != self._said:
+            log.error("%s: no turn for more than %.0f s; systemd's watchdog gets no beat", ", ".join(still), STILL)
+        self._said = still
+        return not still
 
 
 threads = Threads()          # a process has one watchdog, and so one of these
@@ -113,9 +125,10 @@ def notify(**fields: str) -> None:
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
-    if "WATCHDOG" in fields and (still := threads.still(time.monotonic())):
-        log.error("%s: no turn for more than %.0f s; systemd's watchdog gets no beat", ", ".join(still), STILL)
+    if "WATCHDOG" in fields and not threads.alive(time.monotonic()):
         del fields["WATCHDOG"]
+        if not fields:
+            return
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.connect("\0" + address[1:] if address.startswith("@") else address)

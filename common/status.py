@@ -2,10 +2,13 @@
 not durable: it is a view, not a record, so a full disk costs the view and never the daemon.
 
     "numbers"   what can be counted or measured, by the names that the package's seen.py explains (status and Prometheus alike)
+    "counters"  what happened since the start, by kind; seen.py says it in words
+    "ended"     true in a daemon's last word: it ends by itself, was told to, or is done.  Without it one that is gone was killed, or failed
     the rest    lines for people, and whatever else the daemon says
 """
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -26,6 +29,8 @@ from common.errors import UserError, one_line
 log = logging.getLogger("status")
 RATE_OVER = 60.0             # seconds that a rate is taken over
 AGAIN = 60.0                 # seconds until a failure to write is said again
+SILENT = 120.0               # seconds after which a daemon that runs and says nothing is pointed at: it says something every second or so
+OTHERS = 10                  # runs that are over, of which a line is shown each
 UNREADABLE = (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, IndexError)     # what values of a wrong shape give
 Rows = Callable[[dict, float], list[tuple[str, str]]]         # one daemon's values, wall seconds -> (what, says), for people
 
@@ -51,8 +56,9 @@ class Board:
         if not force and not self.due(now):
             return
         self._last = now
-        self.values = values | {"numbers": self.numbers() | values.get("numbers", {}), "last_trouble": logs.trouble.last, "troubles": dict(logs.trouble.counts),
-                                "unwritten_status": self.failures, "written_at": now, "pid": os.getpid(), "started": self._started}
+        self.values = values | {"numbers": self.numbers() | values.get("numbers", {}), "last": dict(logs.trouble.last),
+                                "troubles": dict(logs.trouble.counts), "unwritten_status": self.failures, "written_at": now,
+                                "pid": os.getpid(), "started": self._started}
         temporary = self._path.with_suffix(".tmp")
         try:
             temporary.write_text(json.dumps(self.values, default=str))
@@ -87,18 +93,25 @@ class Rate:
 
 
 def read(path: Path, now: float) -> dict:
-    """What stands in the file, with "state": running or not, by its process and its age.
+    """What stands in the file, with "running", by its process, and "state", a line about that.
 
     UserError where that is nothing of ours: it is not durable, so a power cut can leave an empty or half a file."""
     try:
         values = jsons.loads(path.read_text("utf-8"))
         age, pid = max(0.0, now - values["written_at"]), values["pid"]
         running = type(pid) is int and values["started"] != "" and _started(pid) == values["started"]
-        return {"running": running, "state": f"{'running' if running else 'not running'}, last word {ago(age)} ago"} | values
+        return {"running": running, "state": state(running, bool(values.get("ended")), age)} | values
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
     except UNREADABLE as error:
         raise damaged(path, error) from None
+
+
+def state(running: bool, ended: bool, age: float) -> str:
+    """age: seconds since its last word."""
+    if running:
+        return f"running, but silent for {ago(age)}: at one long piece of work, or stuck" if age > SILENT else f"running, last word {ago(age)} ago"
+    return f"ended {ago(age)} ago" if ended else f"not running: it was killed or failed {ago(age)} ago, see its log"
 
 
 def damaged(path: Path, error: Exception) -> UserError:
@@ -115,47 +128,89 @@ def _started(pid: int) -> str:
 
 
 def show(paths: Callable[[], list[Path]], command: str, rows: Rows, *, as_json: bool, watch: bool) -> None:
-    """Print the last status of each; UserError where none was ever written.  watch: again and again, until Ctrl-C."""
+    """Print the last status of each; UserError where none was ever written.  watch: again every second, until Ctrl-C."""
     if not paths():
         raise UserError(f"no status here: {command} has not run with this --state-dir")
-    if as_json:
-        print(json.dumps([read(path, time.time()) for path in paths()], indent=1))
-        return
     console = Console(file=sys.stdout)
-    if not watch:
-        console.print(screen(paths(), command, rows, time.time()))
-        return
-    with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    live = Live(console=console, auto_refresh=False, screen=True) if watch and console.is_terminal and not as_json else contextlib.nullcontext()
+    with live, contextlib.suppress(KeyboardInterrupt):
         while True:
-            live.update(screen(paths(), command, rows, time.time()), refresh=True)
+            if as_json:
+                print(json.dumps([read(path, time.time()) for path in paths()], indent=None if watch else 1), flush=True)
+            elif isinstance(live, Live):
+                live.update(screen(paths(), command, rows, time.time()), refresh=True)
+            else:
+                console.print(screen(paths(), command, rows, time.time()))
+            if not watch:
+                return
             time.sleep(1.0)
 
 
 def screen(paths: list[Path], command: str, rows: Rows, now: float) -> Group:
-    tables = []
+    """A table of each that runs, or of the one that ran last; a line for each of the others.  UserError where there is none to show."""
+    found, spoilt = [], []
     for path in paths:
-        values = read(path, now)
-        table = Table(title=f"{command}: {values['state']}", title_style="bold" if values["running"] else "bold red", show_header=False,
-                      title_justify="left", min_width=72)
         try:
-            lines = [(what, Text(says)) for what, says in [*rows(values, now), *troubles(values, now)]]
-        except UNREADABLE as error:
-            raise damaged(path, error) from None
-        for what, says in lines:
-            table.add_row(what, says)
-        tables.append(table)
-    return Group(*tables)
+            found.append((path, read(path, now)))
+        except UserError as error:
+            spoilt.append(error)
+    if not found:
+        raise spoilt[0]
+    found.sort(key=lambda one: (not one[1]["running"], -one[1]["written_at"]))
+    full = [one for one in found if one[1]["running"]] or found[:1]
+    return Group(*[table(path, values, command, rows, now) for path, values in full], *others(found[len(full):], spoilt))
+
+
+def table(path: Path, values: dict, command: str, rows: Rows, now: float) -> Table:
+    try:
+        lines = [(what, Text(says)) for what, says in [doing(values), *rows(values, now), *troubles(values, now)]]
+        red = not (values["running"] or values.get("ended")) or now - values["written_at"] > SILENT and values["running"]
+    except UNREADABLE as error:
+        raise damaged(path, error) from None
+    made = Table(title=f"{command}: {values['state']}", title_style="bold red" if red else "bold", show_header=False, title_justify="left",
+                 min_width=72)
+    for what, says in lines:
+        made.add_row(what, says)
+    return made
+
+
+def others(found: list[tuple[Path, dict]], spoilt: list[UserError]) -> list[Text]:
+    """What is not running beside what is: newest first, the older ones counted."""
+    lines = [Text(f"{path.stem}: {values['state']}; {values.get('doing', '')}") for path, values in found[:OTHERS]]
+    lines += [Text(f"and {len(found) - OTHERS} more (--json has them)")] if len(found) > OTHERS else []
+    return lines + [Text(str(error), style="red") for error in spoilt]
+
+
+def budget(numbers: dict) -> str:
+    """How full a store is."""
+    used, most = numbers["disk_used_bytes"], numbers["disk_budget_bytes"]
+    return f"{size(used)} of {size(most)} ({used / most:.0%}), {size(numbers['disk_free_bytes'])} free on the disk"
+
+
+def behind_by(samples: int) -> str:
+    return f"{samples:,} sample{'' if samples == 1 else 's'} behind"
+
+
+def doing(values: dict) -> tuple[str, str]:
+    return "doing" if values["running"] or values.get("ended") else "was doing", values["doing"]
 
 
 def troubles(values: dict, now: float) -> list[tuple[str, str]]:
-    """The last warning or error, and how many there were: the same for both daemons."""
+    """The last error and the last warning, and how many there were: the same for both daemons."""
     found = []
-    if last := values.get("last_trouble"):
-        counts = ", ".join(f"{count} {name}s" for name, count in sorted(values["troubles"].items()))
-        found.append((f"last {last['level']}", f"{ago(now - last['at'])} ago, of {counts} since the start: {last['text']}"))
+    for level in ("error", "warning"):
+        if last := values.get("last", {}).get(level):
+            found.append((f"last {level}", f"{ago(now - last['at'])} ago, of {values['troubles'][level]:,} since the start: {last['text']}"))
     if values.get("unwritten_status"):
-        found.append(("this view", f"could not be written {values['unwritten_status']} times"))
+        found.append(("this view", f"could not be written {values['unwritten_status']:,} times"))
     return found
+
+
+def counted(values: dict, words: dict[str, str]) -> list[tuple[str, str]]:
+    """What happened, in words, one line each; what has not is left out.  words: kind -> what is said of it."""
+    counts = values.get("counters", {})
+    said = [f"{counts[kind]:,} {text}" for kind, text in words.items() if counts.get(kind)]
+    return [("counted", "\n".join(said))] if said else []
 
 
 def ago(seconds: float) -> str:

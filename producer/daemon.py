@@ -49,10 +49,10 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     split = read_prompts(settings)
     board = Board(settings.state_dir / "status.json")
     exporter.serve(settings.metrics_port, board, seen.SEEN)
-    service.starting(f"reading the target {settings.target}", READING_S)
+    starting(board, f"reading the target {settings.target}", READING_S)
     target = load(settings.target, dtype=settings.dtype, device=settings.device, mask_token=settings.mask_token,
                   experts=None if settings.experts == "auto" else settings.experts)
-    service.starting("checking the target", CHECKING_S)
+    starting(board, "checking the target", CHECKING_S)
     contract = target.contract(taps, prompt_files.thinking_mode(target.tokenizer, settings.thinking))
     if settings.experts == "auto":
         contract = choose_experts(target, contract, settings.state_dir / "streams")
@@ -76,6 +76,12 @@ def serve(settings: Serve, stop: service.Stop) -> None:
             Loop(settings, stop, store, link, production, evaluator, board).run()
         production.close()
     log.info("stopped")
+
+
+def starting(board: Board, doing: str, seconds: float) -> None:
+    """Said to whoever watches: systemd, which is to wait so long at most, the log, and `hsprod status`."""
+    service.starting(doing, seconds)
+    board.show({"doing": f"starting: {doing}"}, time.time(), force=True)
 
 
 def choose_experts(target: Target, contract: ExtractionContract, streams: Path) -> ExtractionContract:
@@ -156,6 +162,7 @@ class Loop:
     def run(self) -> None:
         self.began, self.board.numbers = time.monotonic(), self.numbers
         self.paused, self.last_report, self._disk_full, self._evaluated, self._last = False, "", False, 0, {}
+        self.doing, self.stop.turn = "starting", self.refresh
         self._rates = {name: Rate() for name in ("tokens", "stored_bytes", "sent_bytes")}
         while not self.stop:
             self.link.raise_if_failed()
@@ -168,7 +175,7 @@ class Loop:
                 break
             service.beat()
         service.notify(STOPPING="1")
-        self.say("stopped", force=True)
+        self.say("stopped", force=True, ended=True)
 
     def evaluate(self) -> bool:
         try:
@@ -227,17 +234,26 @@ class Loop:
         slow = [f"{name} (at {peer['acked']})" for name, peer in self.link.snapshot()["peers"].items() if peer["acked"] < self.store.next - 1]
         return f"disk budget used up; waiting for {', '.join(slow) or 'a first trainer'}"
 
-    def say(self, doing: str, *, force: bool = False) -> None:
-        """At most once a second, unless it is news."""
-        now = time.time()
+    def refresh(self) -> None:
+        """In the middle of a batch or an evaluation, which take minutes: links and rates as they are now."""
+        self.say(self.doing)
+
+    def say(self, doing: str, *, force: bool = False, ended: bool = False) -> None:
+        """At most once a second, unless it is news.  ended: this is the last word."""
+        now, self.doing = time.time(), doing
         if not force and not self.board.due(now):
             return
-        c, seconds, snapshot = self.production.counters, time.monotonic() - self.began, self.link.snapshot()
+        c, seconds, snapshot = self.production.counters, max(1e-9, time.monotonic() - self.began), self.link.snapshot()
         stream = (f"{self.store.next:,} samples, {c['tokens']:,} tokens this start ({c['tokens'] / seconds:.0f}/s), "
                   f"{self.store.bytes_used / 1e6:.1f} MB, ratio {self.ratio:.2f}")
         self.board.show({"doing": doing, "stream": stream, "last_evaluation": self.last_report, "address": self.settings.bind,
-                         "counters": dict(c) | snapshot["counters"], "trainers": snapshot["peers"]}, now, force=force)
+                         "counters": self.counters(snapshot["counters"]), "trainers": snapshot["peers"], "ended": ended}, now, force=force)
         service.notify(STATUS=f"{doing}; {stream}")
+
+    def counters(self, link: dict) -> dict:
+        """As seen.COUNTED names them: the link's, the captures', the store's."""
+        made = {f"captures_{name}": self.production.counters[name] for name in ("refused", "too_long")}
+        return link | made | {"corrupt": self.store.corrupt}
 
     @property
     def ratio(self) -> float:

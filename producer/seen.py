@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from common.exporter import Number, Seen
-from common.status import ago, size
+from common.status import ago, behind_by, budget, counted, size
 
 NUMBERS = (
     Number("first_sample", "Number of the oldest sample that is still kept"),
@@ -28,33 +28,44 @@ TRAINER = (
     Number("sole_bytes", "Bytes kept for this trainer alone"),
     Number("credit", "Bytes that the trainer has granted and not used"),
     Number("away_s", "Seconds since the trainer left"))
-SEEN = Seen("hsprod", (), NUMBERS, {"trainers": ("trainer", TRAINER)})
+COUNTED = {
+    "checkpoints": "checkpoints received", "reports": "acceptance reports made",
+    "replaced_checkpoints": "checkpoints replaced by a newer one before their turn",
+    "captures_refused": "answers left out: their states cannot be right (see the log)",
+    "captures_too_long": "answers left out: longer than --max-tokens",
+    "corrupt": "samples found damaged on this disk and put aside", "unreadable": "times a trainer needed what this box cannot read",
+    "disk_errors": "checkpoints that this disk did not take", "unsaved_cursors": "saves of subscribers.json that failed",
+    "refused": "connections refused: another stream, target or version", "refused_names": "connections refused: the name is another's",
+    "refused_keys": "connections refused: the key is not allowed", "revoked": "links ended: their key is no longer allowed",
+    "key_list_errors": "times the list of allowed keys could not be read", "malformed": "links dropped: what came was no message of ours",
+    "strangers": "messages of somebody who had not said Hello", "replaced_links": "links replaced by a newer one of the same name",
+    "forgotten": "trainers forgotten, as asked"}
+SEEN = Seen("hsprod", (), NUMBERS, {"trainers": ("trainer", TRAINER)}, COUNTED)
 
 
 def rows(values: dict, now: float) -> list[tuple[str, str]]:
     """status.json -> the screen.  Pure; a daemon of another version may lack a number, which is then left out."""
-    n = values.get("numbers", {})
-    found = [("doing", values["doing"])]
+    n, running = values.get("numbers", {}), values.get("running", True)
+    found = []
     if "next_sample" in n:
-        found += [("stream", f"samples {n['first_sample']:,} to {n['next_sample'] - 1:,} kept; {n['tokens']:,} tokens since this start"
-                             if n["next_sample"] > n["first_sample"] else "no sample kept"),
-                  ("rate", f"{n['tokens_per_second']:.0f} tokens/s, {n['stored_bytes_per_second'] / 1e6:.2f} MB/s stored, "
-                           f"{n['sent_bytes_per_second'] / 1e6:.2f} MB/s sent; compression {n['ratio']:.2f}"),
-                  ("disk", f"{size(n['disk_used_bytes'])} of {size(n['disk_budget_bytes'])}"
-                           f" ({n['disk_used_bytes'] / n['disk_budget_bytes']:.0%}), {size(n['disk_free_bytes'])} free on the disk")]
-    found.append(("address", values.get("address", "")))
-    trainers = values.get("trainers", {})
-    found += [(f"trainer {name}", trainer(name, entry, values.get("running", True))) for name, entry in trainers.items()]
-    if not trainers:
+        found.append(("stream", (f"samples {n['first_sample']:,} to {n['next_sample'] - 1:,} kept" if n["next_sample"] > n["first_sample"]
+                                 else f"no sample kept, {n['next_sample']:,} made") + f"; {n['tokens']:,} tokens since this start"))
+        if running:
+            found.append(("rate", f"{n['tokens_per_second']:.0f} tokens/s, {n['stored_bytes_per_second'] / 1e6:.2f} MB/s stored, "
+                                  f"{n['sent_bytes_per_second'] / 1e6:.2f} MB/s sent"))
+        found += [("compression", f"{n['ratio']:.2f}")] if n["ratio"] else []
+        found.append(("disk", budget(n)))
+    found += [("address", values["address"])] if values.get("address") else []
+    trainers = values.get("trainers")
+    found += [(f"trainer {name}", trainer(name, entry, running)) for name, entry in (trainers or {}).items()]
+    if trainers == {}:
         found.append(("trainers", "none has joined this stream"))
-    found.append(("last evaluation", values.get("last_evaluation") or "none since this start"))
-    if counts := {name: count for name, count in values.get("counters", {}).items() if count and name not in QUIET}:
-        found.append(("counted", ", ".join(f"{name} {count:,}" for name, count in counts.items())))
-    return found
+    if "last_evaluation" in values:
+        found.append(("last evaluation", values["last_evaluation"] or "none since this start"))
+    return found + counted(values, COUNTED)
 
 
 LONG = 3600.0                # seconds away after which the way to let go of a trainer is shown
-QUIET = frozenset({"samples", "tokens", "raw_bytes", "bytes"})           # shown above, in better words
 
 
 def trainer(name: str, entry: dict, running: bool) -> str:
@@ -62,7 +73,7 @@ def trainer(name: str, entry: dict, running: bool) -> str:
     connected = "connected" if running else "was connected"
     if entry["follower"]:
         return f"{connected}, takes no samples"
-    behind = f"{entry['lag']:,} samples behind" if entry["lag"] else "has every sample"
+    behind = behind_by(entry["lag"]) if entry["lag"] else "has every sample"
     if entry["connected"]:
         return f"{connected}, {behind}, credit {size(entry['credit'])}"
     since = f"away for {ago(entry['away_s'])}" if entry["away_s"] is not None else "away"

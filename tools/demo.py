@@ -53,9 +53,14 @@ def screen(producer: dict, trainer: dict, seconds: float) -> Table:
     table = Table(title=f"hsdraft demo, {seconds:.0f} s", show_header=False, width=100)
     table.add_row("producer", producer.get("doing", "starting"))
     table.add_row("stream", producer.get("stream", ""))
-    table.add_row("trainer", trainer.get("doing", "starting"))
+    table.add_row("trainer", line_of(trainer))
     table.add_row("acceptance", trainer.get("acceptance", "not measured yet"))
     return table
+
+
+def line_of(trainer: dict) -> str:
+    """What it does, with its step and loss once there are any."""
+    return trainer.get("line") or trainer.get("doing", "starting")
 
 
 def watch(daemons: dict[str, subprocess.Popen], views: dict[str, Path], console: Console) -> None:
@@ -69,7 +74,7 @@ def watch(daemons: dict[str, subprocess.Popen], views: dict[str, Path], console:
             producer, trainer = (last_status(views[name]) for name in ("hsprod", "hstrain"))
             seconds = time.monotonic() - began
             live.update(screen(producer, trainer, seconds))
-            line = f"producer: {producer.get('doing', 'starting')} | trainer: {trainer.get('doing', 'starting')} | {trainer.get('acceptance', '')}"
+            line = f"producer: {producer.get('doing', 'starting')} | trainer: {line_of(trainer)} | {trainer.get('acceptance', '')}"
             if not console.is_terminal and line != said and seconds >= due:
                 print(f"[{seconds:4.0f} s] {line}", flush=True)
                 said, due = line, seconds + 10

@@ -78,7 +78,7 @@ def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, de
         board.numbers = inbox.numbers
         def say(doing: str) -> None:
             board.show({"doing": doing, "stream": inbox.line(), "run": str(folder), "run_name": folder.name, "arm": arm.name,
-                        "counters": inbox.counters()}, time.time())
+                        "counters": inbox.counters()}, time.time(), force=board.values.get("doing") != doing)
             service.notify(STATUS=f"{doing}; {inbox.line()}", WATCHDOG="1")
         try:
             ready = prepare(settings, arm, folder, device, inbox, ranks.world, stop, say)
@@ -112,6 +112,7 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
     if arrived is None:
         return None
     contract, assets = arrived
+    say("preparing: the target's embedding and head are read")
     start = beginning.read(settings.init, folder, contract.n_layers) if settings.init else None
     embedding, head = load_weights(assets, device)
     samples = Samples(inbox, head, contract=contract.hash, mask_token_id=contract.mask_token_id, most=inbox.ends_at,

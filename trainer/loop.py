@@ -87,7 +87,7 @@ class Loop:
             self._step(wanted)
             self._say("training", stream)
             if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
-                self._checkpoint()
+                self._checkpoint(stream)
         if self.stop:
             self.run.save(self._state())
         self.ranks.agree(ENOUGH)
@@ -96,14 +96,15 @@ class Loop:
             self.evals.offer()
             self._say("waiting for the last checkpoint's acceptance", stream)
             self.stop.wait(0.2)
-        self._say("stopped" if self.stop else "done", self.tick(), force=True)
+        self._say("stopped" if self.stop else "done", self.tick(), ended=True)
 
-    def _checkpoint(self) -> None:
-        """Before the state: a kill in between makes the same checkpoint, and measures it, again."""
+    def _checkpoint(self, stream: str) -> None:
+        """Before the state: a kill in between makes the same checkpoint, and measures it, again.  stream: the line about it."""
         state = self._state()
         self.run.checkpoint(state)
         position = self.run.step * self.plan.sequences
-        self.offline.measure(reached(position, replay=self.plan.replay, closed=self.run.closed), lambda: service.notify(WATCHDOG="1"))
+        self.offline.measure(reached(position, replay=self.plan.replay, closed=self.run.closed),
+                             lambda: self._say("measuring simulated acceptance", stream))
         self.run.save(state)
         self.evals.offer()
 
@@ -141,7 +142,8 @@ class Loop:
             self.run.metrics.write("step", self.run.step, tokens=self.run.tokens, waited_s=round(self.waited, 1), rows_cut=self.cut,
                                    samples=len(self.samples), **self.numbers)
 
-    def _say(self, doing: str, stream: str, *, force: bool = False) -> None:
+    def _say(self, doing: str, stream: str, *, ended: bool = False) -> None:
+        """To the status at most once a second, to the log every SAY_EVERY_S.  ended: the last word, said at once."""
         now = time.monotonic()
         rate = (self.run.step - self._from) / max(1e-9, now - self._began - self.waited)
         line = f"{doing}: step {self.run.step}/{self.plan.steps}, {self.run.tokens:,} tokens"
@@ -149,17 +151,19 @@ class Loop:
             line += f", loss {self.numbers['loss']:.3f}, accuracy {self.numbers['accuracy']:.0%}, {rate:.1f} steps/s"
         if self.waited >= 1:
             line += f", waited {self.waited:.0f} s for samples"
-        after = len(self.samples) - self.run.closed if self.run.closed is not None else 0
-        self.board.show({"doing": line, "stream": stream, "acceptance": self.evals.line(), "offline": self.offline.line(),
+        self.board.show({"doing": doing, "line": line, "stream": stream, "acceptance": self.evals.line(), "offline": self.offline.line(),
                          "run": str(self.run.folder), "run_name": self.run.folder.name, "arm": self.arm.name, "numbers": self._measured(now),
-                         "counters": self.counters() | {"rows cut": self.cut, "checkpoints skipped": self.evals.skipped,
-                                      "checkpoints where real and simulated acceptance part": self.evals.alarms,
-                                      "texts held aside whose prompt is trained on": self.offline.repeated,
-                                      "samples that came after the stream's end": max(0, after)}}, time.time(), force=force)
-        if force or now - self._said > SAY_EVERY_S:
+                         "counters": self.counters() | self._counted(), "ended": ended}, time.time(), force=ended)
+        if ended or now - self._said > SAY_EVERY_S:
             self._said = now
             log.info("%s", line)
         service.notify(STATUS=line, WATCHDOG="1")
+
+    def _counted(self) -> dict:
+        """As seen.COUNTED names them."""
+        after = len(self.samples) - self.run.closed if self.run.closed is not None else 0
+        return {"rows_cut": self.cut, "checkpoints_skipped": self.evals.skipped, "alarms": self.evals.alarms,
+                "repeated_prompts": self.offline.repeated, "samples_after_end": max(0, after)}
 
     def _measured(self, now: float) -> dict:
         """As seen.NUMBERS names them."""

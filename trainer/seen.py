@@ -4,7 +4,7 @@ from __future__ import annotations
 import shutil
 
 from common.exporter import Number, Seen
-from common.status import size
+from common.status import behind_by, budget, counted, size
 from protocol.store import SampleStore
 
 NUMBERS = (
@@ -29,7 +29,17 @@ NUMBERS = (
     Number("lag", "Samples that the producer has and this box lacks"),
     Number("credit_bytes", "Bytes granted to the producer and not used"),
     Number("received_bytes_per_second", "Bytes of samples received a second, over the last minute"))
-SEEN = Seen("hstrain", ("arm", "run_name"), NUMBERS, {})
+COUNTED = {
+    "rows_cut": "tokens left out: beyond --max-tokens of their sequence", "checkpoints_skipped": "checkpoints that a newer one overtook: not measured",
+    "alarms": "checkpoints where real and simulated acceptance part",
+    "repeated_prompts": "texts held aside whose prompt is trained on, too: they flatter",
+    "samples_after_end": "samples that came after this run's stream had ended: not used",
+    "corrupt": "samples found damaged on this disk and put aside", "mended": "of those, samples that came again from the producer",
+    "duplicates": "samples that came twice and were kept once",
+    "disk_errors": "links ended: this disk did not take what came", "refused": "connections that the producer, or this box, refused",
+    "malformed": "links ended: what came was no message of ours", "unsent_offers": "checkpoints offered while no link stood: offered again later",
+    "stale_reports": "acceptance reports for what was not asked any more", "stale_requests": "requests for a checkpoint that a newer one has replaced"}
+SEEN = Seen("hstrain", ("arm", "run_name"), NUMBERS, {}, COUNTED)
 
 
 def of_store(store: SampleStore, budget: int) -> dict:
@@ -37,37 +47,33 @@ def of_store(store: SampleStore, budget: int) -> dict:
             "disk_free_bytes": shutil.disk_usage(store.folder).free}
 
 
+def counted_in(store: SampleStore) -> dict:
+    return {"corrupt": store.corrupt, "duplicates": store.duplicates}
+
+
 def rows(values: dict, now: float) -> list[tuple[str, str]]:
     """A run's status file -> the screen.  Pure; what a run does not know yet is left out."""
-    n = values.get("numbers", {})
-    found = [("doing", values["doing"]), ("run", values.get("run", ""))]
-    if "arm" in values:
-        found.append(("arm", values["arm"]))
+    n, running = values.get("numbers", {}), values.get("running", True)
+    found = [("run", values.get("run", ""))] + ([("arm", values["arm"])] if "arm" in values else [])
     if "step" in n:
-        found.append(("step", f"{n['step']:,} of {n['steps']:,} ({n['step'] / n['steps']:.0%}), {n['tokens']:,} tokens"))
-        found.append(("rate", f"{n['steps_per_second']:.2f} steps/s, {n['tokens_per_second']:.0f} tokens/s"
+        found.append(("step", f"{n['step']:,} of {n['steps']:,} ({n['step'] / n['steps']:.0%}), {n['tokens']:,} tokens"
                               + (f"; waited {n['waited_seconds']:.0f} s for samples" if n["waited_seconds"] >= 1 else "")))
+        found += [("rate", f"{n['steps_per_second']:.2f} steps/s, {n['tokens_per_second']:.0f} tokens/s")] if running else []
     if "loss" in n:
         found.append(("loss", f"{n['loss']:.3f}, accuracy {n['accuracy']:.0%}"))
-    found += [("acceptance", values["acceptance"])] if values.get("acceptance") else []
-    found += [("offline", values["offline"])] if values.get("offline") else []
-    found.append(("stream", values.get("stream", "")))
-    if "receiving" in n and values.get("running", True):
-        found.append(("link", link(n)))
-    if "disk_used_bytes" in n:
-        found.append(("disk", f"{size(n['disk_used_bytes'])} of {size(n['disk_budget_bytes'])} ({n['disk_used_bytes'] / n['disk_budget_bytes']:.0%}), "
-                              f"{size(n['disk_free_bytes'])} free on the disk"))
-    if counts := {name: count for name, count in values.get("counters", {}).items() if count and name not in QUIET}:
-        found.append(("counted", ", ".join(f"{name} {count:,}" for name, count in counts.items())))
-    return found
-
-
-QUIET = frozenset({"samples", "bytes"})                     # shown above, in better words
+    found += [(label, values[name]) for label, name in (("acceptance", "acceptance"), ("simulated", "offline")) if values.get(name)]
+    if running:
+        found.append(("stream", values.get("stream", "")))
+        found += [("link", link(n))] if "receiving" in n else []
+    elif "next_sample" in n:
+        found.append(("stream", f"{n['next_sample'] - n['first_sample']:,} samples in this box's store"))
+    found += [("disk", budget(n))] if "disk_used_bytes" in n else []
+    return found + counted(values, COUNTED)
 
 
 def link(n: dict) -> str:
     if not n["connected"]:
         return "no producer"
     if not n["receiving"]:
-        return "connected, for evaluations; another process receives for this box, or the stream is a stored one"
-    return f"connected, {n['lag']:,} samples behind, {n['received_bytes_per_second'] / 1e6:.2f} MB/s, credit {size(n['credit_bytes'])}"
+        return "connected, for evaluations: another run receives for this box, or the stream is a stored one"
+    return f"connected, {behind_by(n['lag'])}, {n['received_bytes_per_second'] / 1e6:.2f} MB/s, credit {size(n['credit_bytes'])}"

@@ -1,4 +1,5 @@
-"""A view that a full disk cannot turn into an end; rates; the journal's priorities; the watchdog's beat."""
+"""A view that a full disk cannot turn into an end; what it says of a daemon in each state; rates; the journal's priorities; the
+watchdog's beat."""
 import errno
 import io
 import json
@@ -84,7 +85,9 @@ def test_the_last_trouble_is_kept_and_counted():
     log.info("nothing")
     log.warning("first")
     log.error("second %d", 2)
-    assert trouble.counts == {"warning": 1, "error": 1} and (trouble.last["level"], trouble.last["text"]) == ("error", "x: second 2")
+    log.warning("third")
+    assert trouble.counts == {"warning": 2, "error": 1}
+    assert {level: last["text"] for level, last in trouble.last.items()} == {"error": "x: second 2", "warning": "x: third"}
 
 
 @pytest.fixture
@@ -137,31 +140,111 @@ def test_a_socket_that_is_gone_ends_no_daemon(tmp_path, monkeypatch, caplog):
     assert "No such file" in caplog.text
 
 
+def test_a_thread_that_stands_still_is_said_once(systemd, caplog):
+    service.threads.turned("link", time.monotonic() - service.STILL - 1)
+    for _ in range(3):
+        service.notify(WATCHDOG="1")
+    assert systemd() == [] and caplog.text.count("no turn for more than") == 1
+    service.threads.turned("link", time.monotonic())
+    service.notify(WATCHDOG="1")
+    service.threads.turned("link", time.monotonic() - service.STILL - 1)
+    service.notify(WATCHDOG="1")
+    assert systemd() == ["WATCHDOG=1"] and caplog.text.count("no turn for more than") == 2
+
+
+def test_long_work_says_where_it_is_and_gives_its_beats(systemd):
+    stop, seen = service.Stop(), []
+    stop.turn = lambda: seen.append("a turn")
+    stop.check()
+    stop.set()
+    with pytest.raises(service.Stopped):
+        stop.check()
+    assert seen == ["a turn"] * 2 and systemd() == ["WATCHDOG=1"]
+
+
 PRODUCER = {"doing": "answering prompts", "address": "tcp://10.0.0.1:5757", "last_evaluation": "ce-s0 step 500: tau 3.1",
-            "numbers": {n.name: 1 for n in producer_seen.NUMBERS} | {"first_sample": 10, "next_sample": 42, "disk_used_bytes": 5e9, "disk_budget_bytes": 5e10},
-            "counters": {"refused": 2, "tokens": 9}, "troubles": {"warning": 3}, "written_at": 1000.0, "unwritten_status": 0,
-            "last_trouble": {"at": 940.0, "level": "warning", "text": "link: [bold]cut[/bold]"},
+            "numbers": {n.name: 1 for n in producer_seen.NUMBERS} | {"first_sample": 10, "next_sample": 42, "disk_used_bytes": 5e9,
+                                                                     "disk_budget_bytes": 5e10},
+            "counters": {"refused": 2, "captures_too_long": 9, "malformed": 0}, "troubles": {"warning": 3, "error": 1}, "written_at": 1000.0,
+            "unwritten_status": 0, "last": {"warning": {"at": 940.0, "text": "link: [bold]cut[/bold]"}, "error": {"at": 400.0, "text": "disk: full"}},
             "trainers": {"box": {"connected": True, "follower": False, "acked": 40, "lag": 1, "lag_bytes": 10, "sole_bytes": 0, "credit": 10 ** 6,
                                  "last_seen_s": 0.1, "away_s": None},
                          "old": {"connected": False, "follower": False, "acked": 9, "lag": 32, "lag_bytes": 5 * 10 ** 9, "sole_bytes": 4 * 10 ** 9,
                                  "credit": 0, "last_seen_s": None, "away_s": 3 * 86400.0}}}
 TRAINER = {"doing": "training", "run": "/r", "run_name": "r", "arm": "ce_causal", "numbers": {n.name: 1 for n in trainer_seen.NUMBERS},
-           "stream": "receiving", "acceptance": "tau 3.1", "counters": {"rows cut": 4}, "troubles": {}, "written_at": 1000.0, "unwritten_status": 0}
+           "stream": "receiving", "acceptance": "tau 3.1", "counters": {"rows_cut": 4}, "troubles": {}, "written_at": 1000.0, "unwritten_status": 0}
+HERE = {"pid": os.getpid(), "started": status._started(os.getpid())}
+GONE = {"pid": os.getpid(), "started": "1"}
 
 
-def drawn(values: dict, rows, tmp_path) -> str:
-    (tmp_path / "s.json").write_text(json.dumps(values | {"pid": 0, "started": ""}))
-    console = Console(file=io.StringIO(), width=140)
-    console.print(status.screen([tmp_path / "s.json"], "hsprod serve", rows, 1000.0))
+def drawn(values: dict, rows, tmp_path, now: float = 1000.0, width: int = 140, **more: dict) -> str:
+    """The screen of s.json, and of the other files that are named."""
+    for name, content in {"s": values, **more}.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(GONE | content))
+    console = Console(file=io.StringIO(), width=width)
+    console.print(status.screen(sorted(tmp_path.glob("*.json")), "hsprod serve", rows, now))
     return console.file.getvalue()
 
 
+def words(text: str) -> str:
+    """Without the table's lines, so that what was wrapped is whole again."""
+    return " ".join(text.translate({ord(c): " " for c in "│┌┐└┘─┬┴"}).split())
+
+
 def test_the_producers_screen_names_who_holds_up_what_and_the_command_that_releases_it(tmp_path):
-    text = drawn(PRODUCER, producer_seen.rows, tmp_path)
-    for says in ("samples 10 to 41 kept", "5.0 GB of 50.0 GB (10%)", "was connected, 1 samples behind, credit 1.0 MB", "away for 3.0 d, 32 samples behind",
-                 "5.0 GB are kept, 4.0 GB of them for it alone", "hsprod forget old", "refused 2", "1 min ago", "link: [bold]cut[/bold]"):
-        assert says in " ".join(text.split()).replace("│ ", "").replace(" │", "") or says in text, (says, text)
-    assert "forget box" not in text and "tokens 9" not in text
+    for width in (80, 120, 140):
+        text = words(drawn(PRODUCER, producer_seen.rows, tmp_path, width=width))
+        for says in ("samples 10 to 41 kept", "5.0 GB of 50.0 GB (10%)", "away for 3.0 d, 32 samples behind", "forget old", "2 connections refused",
+                     "9 answers left out: longer than", "last warning 1 min ago, of 3 since", "link: [bold]cut[/bold]", "last error 10 min ago, of 1 "):
+            assert says in text, (says, text)
+        assert "forget box" not in text and "links dropped" not in text
+    assert "4.0 GB of them for it alone. Never to come back? hsprod forget old" in text
+
+
+def test_what_is_of_now_is_shown_only_while_it_runs(tmp_path):
+    live, gone = drawn(PRODUCER | HERE, producer_seen.rows, tmp_path), drawn(PRODUCER, producer_seen.rows, tmp_path)
+    assert "MB/s" in live and "connected, 1 sample" in live and "MB/s" not in gone and "was connected, 1 sample" in gone
+    live, gone = drawn(TRAINER | HERE, trainer_seen.rows, tmp_path), drawn(TRAINER, trainer_seen.rows, tmp_path)
+    assert "steps/s" in live and "credit 1 B" in live and "steps/s" not in gone and "credit" not in gone
+
+
+@pytest.mark.parametrize("values, age, title, what", [
+    (HERE, 3.0, "running, last word 3 s ago", "doing"), (HERE, 120.0, "running, last word 2 min ago", "doing"),
+    (HERE, 121.0, "running, but silent for 2 min: at one long piece of work, or stuck", "doing"),
+    (GONE, 60.0, "not running: it was killed or failed 1 min ago, see its log", "was doing"),
+    (GONE | {"ended": True}, 60.0, "ended 1 min ago", "doing"), (HERE | {"ended": True}, 0.0, "running, last word 0 s ago", "doing")])
+def test_a_daemon_that_runs_hangs_was_killed_or_is_done(values, age, title, what, tmp_path):
+    text = drawn(PRODUCER | values, producer_seen.rows, tmp_path, 1000.0 + age)
+    assert f"hsprod serve: {title} " in text.splitlines()[0] and f"│ {what} " in text
+
+
+def test_a_start_has_a_screen_before_there_is_a_number(tmp_path):
+    start = {"doing": "starting: reading the target", "written_at": 1000.0, "numbers": {}, "troubles": {}, "last": {}, "unwritten_status": 0}
+    text = drawn(start | HERE, producer_seen.rows, tmp_path)
+    assert "starting: reading the target" in text and "none has joined" not in text and "stream" not in text
+    assert list(exporter.families(start, producer_seen.SEEN))
+
+
+def test_runs_that_are_over_take_one_line_each_and_a_spoilt_file_hides_no_other(tmp_path):
+    over = {f"r{i:02}": TRAINER | {"ended": True, "doing": "done", "written_at": 900.0 - i} for i in range(12)}
+    text = drawn(TRAINER | HERE, trainer_seen.rows, tmp_path, **over, zz={"pid": 0})
+    assert text.count("loss") == 1 and "r00: ended 2 min ago; done" in text and "r09" in text and "r10" not in text and "and 2 more" in text
+    assert "zz.json is damaged" in " ".join(text.split())
+    (tmp_path / "s.json").unlink()
+    text = drawn(over["r00"], trainer_seen.rows, tmp_path)
+    assert text.count("loss") == 1, "nothing runs: the one that ended last is shown whole"
+
+
+def test_watching_ends_with_ctrl_c_and_json_is_one_line_a_look(tmp_path, monkeypatch, capsys):
+    drawn(PRODUCER, producer_seen.rows, tmp_path)
+    looks = []
+    def sleep(_seconds):
+        looks.append(1)
+        if len(looks) == 3:
+            raise KeyboardInterrupt
+    monkeypatch.setattr(status.time, "sleep", sleep)
+    status.show(lambda: [tmp_path / "s.json"], "hsprod serve", producer_seen.rows, as_json=True, watch=True)
+    assert [json.loads(line)[0]["doing"] for line in capsys.readouterr().out.splitlines()] == ["answering prompts"] * 3
 
 
 def test_a_short_absence_is_no_reason_to_forget_and_a_producer_that_is_down_knows_of_before():
@@ -173,11 +256,9 @@ def test_a_short_absence_is_no_reason_to_forget_and_a_producer_that_is_down_know
 
 
 def test_the_trainers_screen(tmp_path):
-    text = drawn(TRAINER, trainer_seen.rows, tmp_path)
-    for says in ("ce_causal", "1 of 1 (100%)", "loss", "tau 3.1", "rows cut 4"):
+    text = drawn(TRAINER | HERE, trainer_seen.rows, tmp_path)
+    for says in ("ce_causal", "1 of 1 (100%)", "loss", "tau 3.1", "4 tokens left out", "connected, 1 sample behind, 0.00 MB/s, credit 1 B"):
         assert says in text, text
-    assert "connected, 1 samples behind" not in text, "it is not running"
-    assert ("link", "connected, 1 samples behind, 0.00 MB/s, credit 1 B") in trainer_seen.rows(TRAINER | {"running": True}, 1000.0)
 
 
 @pytest.mark.parametrize("values, seen", [(PRODUCER, producer_seen.SEEN), (TRAINER, trainer_seen.SEEN)])
@@ -196,5 +277,7 @@ def test_prometheus_is_told_the_same_numbers(values, seen, tmp_path):
         assert registry.get_sample_value("hsprod_trainer_sole_bytes", {"trainer": "old"}) == 4e9
         assert registry.get_sample_value("hsprod_trainer_away_s", {"trainer": "box"}) is None
         assert registry.get_sample_value("hsprod_events_total", {"event": "refused"}) == 2
+        assert registry.get_sample_value("hsprod_events_total", {"event": "forgotten"}) == 0, "what has not happened is there to be watched"
+        assert registry.get_sample_value("hsprod_troubles_total", {"level": "error"}) == 1
     else:
         assert registry.get_sample_value("hstrain_events_total", labels | {"event": "rows_cut"}) == 4
