@@ -186,8 +186,8 @@ class Inbox:
             "received_bytes_per_second": max(0.0, rate)}
 
     def counters(self) -> dict:
-        """What the link counted since it was made."""
-        return self.link.snapshot()["counters"] | {"mended": self.mended}
+        """As seen.COUNTED names them: the link's, since it was made, and the store's."""
+        return self.link.snapshot()["counters"] | seen.counted_in(self.store) | {"mended": self.mended}
 
     @property
     def up(self) -> bool:

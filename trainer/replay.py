@@ -77,7 +77,7 @@ class Stored:
         return seen.of_store(self.store, int(self._settings.disk_budget * 1e9)) | {"connected": int(self.up), "receiving": 0}
 
     def counters(self) -> dict:
-        return self._link.snapshot()["counters"] if self._link else {}
+        return (self._link.snapshot()["counters"] if self._link else {}) | seen.counted_in(self.store)
 
     @property
     def up(self) -> bool:
