@@ -248,6 +248,7 @@ def main() -> int:
         if why := why_not():
             sys.exit(why)
         return subprocess.run(inside(sys.argv[1:]), env=os.environ | {INSIDE: "1"}).returncode
+    signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))        # else the daemons would outlive it
     folder = options.folder.absolute()
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
