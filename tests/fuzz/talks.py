@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from unittest import mock
@@ -75,7 +76,7 @@ class Store:
 class Socket:
     """Stands for Listener; its peers take everything."""
 
-    counters: dict = {}
+    counters: Counter = Counter()
 
     def __init__(self) -> None:
         self.sent = 0
