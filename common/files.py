@@ -1,8 +1,10 @@
-"""Files that are whole or absent: temporary name in the same folder, fsync, rename, fsync of the folder."""
+"""Files that are whole or absent: temporary name in the same folder, fsync, rename, fsync of the folder.  And folders: whose they
+are, whether they can be written, whether there is room."""
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
 import shutil
 import time
@@ -11,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from common.errors import UserError
+
+log = logging.getLogger("disk")
 
 
 def fsync_dir(folder: Path) -> None:
@@ -63,6 +67,19 @@ def usable(folder: Path, option: str) -> None:
             raise PermissionError(None, "it may not be written")
     except OSError as error:
         raise UserError(f"{option} {folder}: {error.strerror}; choose another folder, or mend its owner") from None
+
+
+def fits(free: int, used: int, budget: int) -> int | None:
+    """None where a budget, of which `used` is there already, has room on a disk with `free` left; else the budget that would.  Bytes."""
+    return None if free >= budget - used else int((used + free) * 0.9)
+
+
+def check_room(folder: Path, used: int, budget: int) -> None:
+    """Warn before anything is written where the disk cannot hold the budget: the rest is others' files, whom a full disk hurts, too."""
+    free = shutil.disk_usage(folder).free
+    if (better := fits(free, used, budget)) is not None:
+        log.warning("--disk-budget %.1f: %.1f GB of it are still to be filled, and %s has %.1f GB free: it will wait on a full disk; "
+                    "--disk-budget %.1f leaves a tenth free", budget / 1e9, (budget - used) / 1e9, folder, free / 1e9, better / 1e9)
 
 
 def sha256_file(path: Path) -> str:

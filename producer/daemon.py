@@ -64,6 +64,7 @@ def serve(settings: Serve, stop: service.Stop) -> None:
     offered = assets.write(target, settings.state_dir / "assets" / contract.hash[:16])
     stop.begin()
     with SampleStore(folder / "samples", contract=contract.to_dict()) as store:
+        files.check_room(store.folder, store.bytes_used, int(settings.disk_budget * 1e9))
         evaluator = Evaluator(target, contract, split.held_out, settings, stop)
         link = ProducerLink(settings.bind, store, contract.to_dict(), offered, cursors=folder / "subscribers.json",
                             inbox_dir=folder / "checkpoints", evaluation={"prompts": evaluator.prompts_hash},

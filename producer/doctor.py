@@ -6,14 +6,16 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import doctor, status
+from common import doctor, jsons, status
 from common.doctor import GIB, Box, Finding
 from common.errors import UserError
-from producer.config import Doctor, Serve
+from producer.config import Doctor, Keys, Serve
 
 UNIFIED = ("gfx1103", "gfx1150", "gfx1151", "gfx1152")       # AMD GPUs that have no memory of their own
 RESERVE = 4 * GIB            # beside the weights: keys, values and states of a batch, one capture, a drafter (docs/strix-halo.md has the figures)
 SYSTEM = 12 * GIB            # of the RAM, that a GPU without its own had better leave
+LEAST_CARVED = GIB           # what the BIOS sets aside at its least: 512 MiB on most boards
+KEYS = Keys.keys             # where keygen puts them unless told otherwise
 WITHOUT = (r"^mtp\.", r"(^|\.)visual\.", r"(^|\.)vision_")   # weights of the files that the text model does not read
 
 
@@ -37,8 +39,7 @@ def examine(settings: Serve) -> list[Finding]:
     findings += found
     if weights is not None:
         findings.append(judge_memory(box, weights, settings.device, settings.dtype))
-    used = sum(path.stat().st_size for path in (settings.state_dir / "streams").glob("*/samples/*.hs"))
-    findings.append(doctor.judge_disk("disk", doctor.disk_free(settings.state_dir), used, int(settings.disk_budget * 1e9)))
+    findings += disk(settings)
     return [*findings, prompts(settings), keys(settings), port(settings)]
 
 
@@ -69,20 +70,57 @@ def mend(name: str, error: str) -> str:
 
 def judge_memory(box: Box, weights: Weights, device: str, dtype: str) -> Finding:
     """Whether the weights fit where they are to run: once, the largest one twice while they are read, and RESERVE."""
-    gpu = box.gpus[int(device.partition(":")[2] or 0)] if box.gpus and device != "cpu" and int(device.partition(":")[2] or 0) < len(box.gpus) else None
+    index = doctor.index_of(device)
+    gpu = box.gpus[index] if device != "cpu" and index < len(box.gpus) else None
     wide = {"float32": 4, "bfloat16": 2}.get(dtype, 2 if gpu else 4)
     need = (weights.numbers + weights.largest) * wide + RESERVE
     total, where = (gpu.total, gpu.name) if gpu else (box.ram, "the RAM")
     says = f"{weights.numbers * wide / GIB:.1f} GiB of weights, {need / GIB:.1f} GiB with what goes beside them; {where}: {total / GIB:.1f} GiB"
     if need <= total:
         return Finding("memory", "ok", says)
-    unified = gpu is not None and (gpu.arch in UNIFIED or bool(box.hip and box.ttm and abs(gpu.total - box.ttm) < 0.1 * box.ttm))
-    if unified and need + SYSTEM <= box.ram:
-        gib = min(math.ceil(need / GIB) + 16, (box.ram - SYSTEM) // GIB)
-        limit = "" if box.ttm is None else f" The kernel's TTM limit is {box.ttm / GIB:.0f} GiB of {box.ram / GIB:.0f} GiB RAM."
-        return Finding("memory", "wrong", f"{says}.{limit}", f"sudo amd-ttm --set {gib}   (package amd-debug-tools; or on the kernel's command line "
-                       f"ttm.pages_limit={gib * (GIB // 4096)}), then reboot; keep the BIOS carve-out small")
-    return Finding("memory", "wrong", says, "a smaller --target" if gpu is None or unified else "a smaller --target, or --device cpu")
+    if gpu is None:
+        return Finding("memory", "wrong", says, "a smaller --target" if wide == 2 else "--dtype bfloat16 (half of it), or a smaller --target")
+    if not (gpu.arch in UNIFIED or bool(box.hip and box.ttm and abs(gpu.total - box.ttm) < 0.1 * box.ttm)):
+        return Finding("memory", "wrong", says, "a smaller --target, or --device cpu")
+    return judge_unified(box, need, says)
+
+
+def judge_unified(box: Box, need: int, says: str) -> Finding:
+    """A GPU without memory of its own, which sees less than `need` bytes: how much more it could, and what lets it."""
+    spare = max(0, (box.carved or 0) - LEAST_CARVED)                        # what the BIOS could give back to Linux
+    if need + SYSTEM > box.ram + spare:
+        return Finding("memory", "wrong", says, "a smaller --target")
+    back = spare if need + SYSTEM > box.ram else 0
+    gib = min(math.ceil(need / GIB) + 16, (box.ram + back - SYSTEM) // GIB)
+    limit = "" if box.ttm is None else f" The kernel's TTM limit is {box.ttm / GIB:.0f} GiB of {box.ram / GIB:.0f} GiB RAM."
+    bios = (f"in the BIOS, set the graphics memory (UMA frame buffer) to its least: {box.carved / GIB:.0f} GiB are set aside there now; then "
+            if back else "")
+    return Finding("memory", "wrong", f"{says}.{limit}", f"{bios}sudo amd-ttm --set {gib}   (package amd-debug-tools; or on the kernel's command "
+                   f"line ttm.pages_limit={gib * (GIB // 4096)}), then reboot" + ("" if back else "; keep the BIOS carve-out small"))
+
+
+def disk(settings: Serve) -> list[Finding]:
+    """The budget is a stream's; those of other targets and taps lie there without one."""
+    from protocol.store import META
+    newest, used, others = 0.0, 0, 0
+    for meta in (settings.state_dir / "streams").glob(f"*/samples/{META}"):
+        size, at = sum(path.stat().st_size for path in meta.parent.glob("*.hs")), meta.stat().st_mtime
+        if of_target(meta, settings.target) and at > newest:
+            newest, used, others = at, size, others + used
+        else:
+            others += size
+    found = [doctor.judge_disk("disk", doctor.disk_free(settings.state_dir), used, int(settings.disk_budget * 1e9))]
+    if others:
+        found.append(Finding("other streams", "note", f"{others / 1e9:.1f} GB of samples of other targets, taps or settings in "
+                             f"{settings.state_dir / 'streams'}", "remove the folders that no trainer needs any more"))
+    return found
+
+
+def of_target(meta: Path, target: str) -> bool:
+    try:
+        return jsons.loads(meta.read_text("utf-8"))["contract"]["target"] == target
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
 
 
 def prompts(settings: Serve) -> Finding:
@@ -116,7 +154,8 @@ def keys(settings: Serve) -> Finding:
 def judge_keys(folder: Path | None, allowed: int | None, error: str, local: bool, insecure: bool) -> Finding:
     """folder: of --keys.  allowed: trainers that may connect; error: why that is not known.  local: nobody else can reach the port."""
     if error:
-        fix = f"chmod 600 {folder}/secret.key" if "read by others" in error else f"hsprod keygen --keys {folder}" if "missing" in error else "see the message"
+        fix = (f"chmod 600 {folder}/secret.key" if "read by others" in error else f"hsprod keygen --keys {folder}" if "missing" in error
+               else "see the message")
         return Finding("keys", "wrong", error, fix)
     if folder is not None:
         if allowed:
@@ -125,8 +164,10 @@ def judge_keys(folder: Path | None, allowed: int | None, error: str, local: bool
     if local:
         return Finding("keys", "ok", "none needed: the address is this box's alone")
     if insecure:
-        return Finding("keys", "note", "--insecure: anybody on that network can read the stream", "hsprod keygen, then --keys")
-    return Finding("keys", "wrong", "the address can be reached from the network, and no keys are given", "hsprod keygen, then --keys (or --insecure)")
+        return Finding("keys", "note", "--insecure: anybody on that network can read the stream",
+                       f"hsprod keygen --keys {KEYS}, then --keys {KEYS}")
+    return Finding("keys", "wrong", "the address can be reached from the network, and no keys are given",
+                   f"hsprod keygen --keys {KEYS}, then --keys {KEYS} (or --insecure)")
 
 
 def port(settings: Serve) -> Finding:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from common import service
+from common import files, service
 from common.contract import ExtractionContract
 from common.errors import CorruptError, UserError
 from common.files import write_whole
@@ -47,7 +47,9 @@ class Inbox:
         self._looked = self._refreshed = 0.0
         self._received = Rate()
         try:
-            self._connect(SampleStore(self._folder))
+            store = SampleStore(self._folder)
+            files.check_room(self._folder, store.bytes_used, int(settings.disk_budget * 1e9))
+            self._connect(store)
         except StoreLocked as error:
             log.info("%s; following its files", error)
             self._connect(SampleStore(self._folder, readonly=True))

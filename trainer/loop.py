@@ -75,7 +75,7 @@ class Loop:
 
     def go(self) -> None:
         """Train to the plan's last step, then wait for acceptance while there is a producer to wait for; a stop saves and returns."""
-        self._began, self._from, self._said = time.monotonic(), self.run.step, 0.0
+        self._began, self._from, self._said, self._stream = time.monotonic(), self.run.step, 0.0, ""
         while self.run.step < self.plan.steps and not self.stop:
             stream = self.tick()
             wanted = self.ranks.agree(self._wanted())
@@ -87,7 +87,7 @@ class Loop:
             self._step(wanted)
             self._say("training", stream)
             if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
-                self._checkpoint(stream)
+                self._checkpoint()
         if self.stop:
             self.run.save(self._state())
         self.ranks.agree(ENOUGH)
@@ -98,13 +98,13 @@ class Loop:
             self.stop.wait(0.2)
         self._say("stopped" if self.stop else "done", self.tick(), ended=True)
 
-    def _checkpoint(self, stream: str) -> None:
-        """Before the state: a kill in between makes the same checkpoint, and measures it, again.  stream: the line about it."""
+    def _checkpoint(self) -> None:
+        """Before the state: a kill in between makes the same checkpoint, and measures it, again."""
         state = self._state()
         self.run.checkpoint(state)
         position = self.run.step * self.plan.sequences
         self.offline.measure(reached(position, replay=self.plan.replay, closed=self.run.closed),
-                             lambda: self._say("measuring simulated acceptance", stream))
+                             lambda: self._say("measuring simulated acceptance", self._stream))
         self.run.save(state)
         self.evals.offer()
 
@@ -144,7 +144,7 @@ class Loop:
 
     def _say(self, doing: str, stream: str, *, ended: bool = False) -> None:
         """To the status at most once a second, to the log every SAY_EVERY_S.  ended: the last word, said at once."""
-        now = time.monotonic()
+        now, self._stream = time.monotonic(), stream
         rate = (self.run.step - self._from) / max(1e-9, now - self._began - self.waited)
         line = f"{doing}: step {self.run.step}/{self.plan.steps}, {self.run.tokens:,} tokens"
         if self.numbers:
