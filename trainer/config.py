@@ -71,8 +71,8 @@ class Run:
     cache: int = option(CACHE_MB, "MB of decoded samples that are kept in memory, for those that are read again.", min=1)
     credit: int = option(256, "MB of samples that may be on their way at once.", min=1)
     keys: Path | None = option(None, "Folder with this box's CURVE key and the producer's public key.", show_default=False)
-    metrics_port: int = option(0, "Port of 127.0.0.1 for Prometheus to read; 0: none. Each run needs its own, and the extra 'metrics'.",
-                               min=0, max=65535)
+    metrics_port: int = option(0, "Port of 127.0.0.1 for Prometheus to read; 0: none. Runs at the same time need one each (a sweep of --jobs 2 "
+                               "takes this and the next), and the extra 'metrics'.", min=0, max=65535)
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = option("INFO", "What is logged.")
 
 

@@ -34,6 +34,7 @@ from trainer.replay import store_folder
 OWN = ("arm", "seed", "run_dir")     # options of a run that the sweep alone gives
 FREE = {*OWN, "samples", "producer", "stored", "state_dir", "name", "eval_every", "eval_all", "device", "threads", "disk_budget", "credit",
         "keys", "metrics_port", "log_level"}         # and those that may be others when the line is given again; all else makes another sweep
+MOST_PORT = 65535
 LOOK_EVERY_S = 0.5
 WAIT_S = 60.0                        # for a run that was told to stop, to save
 
@@ -47,6 +48,7 @@ class Member:
     folder: Path
     log: Path
     state: str = "waiting"
+    slot: int = 0                    # which of the --jobs places it runs in
     process: subprocess.Popen | None = None
     since: tuple[float, int] = (0.0, 0)          # monotonic seconds and step at its start
     told: dict = field(default_factory=dict)     # progress(), as last read
@@ -85,6 +87,8 @@ class Sweep:
     def command(self, member: Member) -> list[str]:
         """hstrain run with the options that all have, then its own: of one given twice the last counts."""
         own = ["--arm", member.arm, "--seed", str(member.seed), "--run-dir", str(member.folder), "--threads", str(self._threads())]
+        if self.each.metrics_port:                       # of those that run at once none may have another's; a place keeps its own
+            own += ["--metrics-port", str(self.each.metrics_port + member.slot)]
         if self.samples is not None:
             own += ["--state-dir", str(self.folder), "--samples", str(self.samples)]
         return [sys.executable, "-m", "trainer", "run", *self.options, *own]
@@ -106,8 +110,9 @@ class Sweep:
         for member in self.members:
             if member.state == "running":
                 self._look(member)
-        free = self.jobs - sum(m.state == "running" for m in self.members)
-        for member in [m for m in self.members if m.state == "waiting"][:free]:
+        free = sorted(set(range(self.jobs)) - {m.slot for m in self.members if m.state == "running"})
+        for member, slot in zip([m for m in self.members if m.state == "waiting"], free, strict=False):
+            member.slot = slot
             self._start(member)
 
     def _start(self, member: Member) -> None:
@@ -143,6 +148,8 @@ class Sweep:
 def open_sweep(settings: config.Sweep, each: config.Run, options: list[str]) -> Sweep:
     """The sweep that the command line means, its folder claimed.  UserError where it means none, or the folder holds another."""
     names, seeds = parsed(settings)
+    if each.metrics_port + settings.jobs - 1 > MOST_PORT:
+        raise UserError(f"--metrics-port {each.metrics_port}: {settings.jobs} runs at once take that port and the next, up to {MOST_PORT} at most")
     folder = folder_of(settings, each)
     called = {name: arms.overridden(name, each).name for name in names}
     if len(set(called.values())) != len(called):

@@ -130,6 +130,33 @@ def test_each_run_is_the_line_of_a_person(tmp_path, box):
         sweep.open_sweep(config.Sweep(arms="ce_causal,ce_bidi", seeds="3", sweep_dir=tmp_path), cli.run_settings(same), same)
 
 
+def test_runs_at_once_have_a_metrics_port_each_and_a_place_keeps_its_own(tmp_path, box, monkeypatch):
+    """A port that another run holds would end it; one after the other they share, so that Prometheus has few places to look."""
+    words = ["--from", str(box), "--metrics-port", "9700"]
+    made = sweep.open_sweep(config.Sweep(arms="ce_causal,ce_bidi", seeds="0,1", jobs=2, sweep_dir=tmp_path), cli.run_settings(words), words)
+    started = []
+
+    def start(member: sweep.Member) -> None:
+        started.append((member.name, parse(made.command(member)[4:])["metrics_port"]))
+        member.state = "running"
+    monkeypatch.setattr(made, "_start", start)
+    monkeypatch.setattr(made, "_look", lambda _member: None)
+    made._turn()
+    made._turn()
+    assert started == [("ce_causal-s0", 9700), ("ce_bidi-s0", 9701)]
+    made.members[1].state = "done"
+    made._turn()
+    assert started[2:] == [("ce_causal-s1", 9701)]
+    made.members[0].state = "failed"
+    made._turn()
+    assert started[3:] == [("ce_bidi-s1", 9700)]
+    (tmp_path / "n").mkdir()
+    none = sweep.open_sweep(config.Sweep(arms="ce_causal", seeds="0", jobs=2, sweep_dir=tmp_path / "n"), cli.run_settings(words[:2]), words[:2])
+    assert "--metrics-port" not in none.command(none.members[0])
+    with pytest.raises(UserError, match="--metrics-port 65535: 2 runs at once"):
+        sweep.open_sweep(config.Sweep(arms="ce_causal", seeds="0", jobs=2, sweep_dir=tmp_path / "m"), config.Run(metrics_port=65535), [])
+
+
 def parse(words: list[str]) -> dict:
     import typer
     return typer.main.get_command(cli.app).commands["run"].make_context("hstrain run", list(words)).params
