@@ -209,7 +209,7 @@ class ProducerLink:
     def _admit(self, identity: bytes, key: str | None, message: Message, now: float) -> _Peer | None:
         """A session for one who says Hello; others are told to (after a restart of this end, say)."""
         if not self._listener.still_allowed(key):                    # it was when it connected
-            self.counters["refused_keys"] += 1
+            self.counters["revoked"] += 1
             return None
         if not isinstance(message, Hello) or len(self._peers) >= MAX_PEERS:
             if not isinstance(message, Bye):

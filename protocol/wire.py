@@ -30,6 +30,7 @@ BATCH = 64                   # messages taken before anything else is looked at
 #   from it   QUEUED messages of two frames of MAX_FROM_TRAINER, BATCH more of them taken, one frame that is not whole
 # That is 32 + 4 + 1 + 48 MiB and two samples; 128 + 128 + 1 MiB.  The kernel has 4 to 6 MiB a socket beside it.  A peer that does not end its
 # handshake is cut by libzmq after 30 s and holds one frame until then; not bounded is a message of ever more frames (README.md).
+SEALED = 64                  # bytes, 33 of them used: what CURVE makes a frame longer, and the limit is held against it as it comes
 COPIED = zmq.COPY_THRESHOLD  # bytes: shorter frames are copied, longer ones lent to libzmq until they are sent
 
 
@@ -273,7 +274,7 @@ def is_local(address: str) -> bool:
 
 
 def _limit(one: zmq.Socket, most: int) -> None:
-    one.setsockopt(zmq.MAXMSGSIZE, most)         # of one frame: libzmq drops the connection before it allocates more
+    one.setsockopt(zmq.MAXMSGSIZE, most + SEALED)        # of one frame: libzmq drops the connection before it allocates more
     one.setsockopt(zmq.SNDHWM, QUEUED)
     one.setsockopt(zmq.RCVHWM, QUEUED)
     one.setsockopt(zmq.LINGER, 0)
