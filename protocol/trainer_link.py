@@ -271,6 +271,7 @@ class TrainerLink:
                 self._tell()
             case SampleArrived(seq, data):
                 self._on_sample(seq, data)
+                session.receiving(self._receiving)               # it may have asked for a pause
                 session.stored(seq)
                 self.counters["samples"] += 1
                 self.counters["bytes"] += len(data)

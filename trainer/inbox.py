@@ -96,6 +96,7 @@ class Inbox:
         """Durable on return.  Checked whole first, so that a sample that was damaged on its way comes again instead of lying here."""
         check_shape(codec.verify(data), self.store.contract)
         self.store.append(seq, data)
+        self._keep_budget()
 
     # ---- called on the main thread
 
@@ -116,7 +117,6 @@ class Inbox:
         """What the link has to say since the last call; also the box's own housekeeping.  Raises UserError, or a link's fault."""
         now, found = time.monotonic(), heard(self.link, self._address)
         if self.receiving:
-            self._keep_budget()
             return found
         if now - self._refreshed > REFRESH_EVERY_S:
             self._refreshed = now
@@ -151,10 +151,12 @@ class Inbox:
         raise UserError(f"sample {seq} of {self._folder} is damaged, and {why}")
 
     def _keep_budget(self) -> None:
+        """At each sample, on the link's thread: beyond the budget comes what was granted before, the window at most."""
         budget = int(self._settings.disk_budget * 1e9)
         paused = should_pause(self.store.bytes_used, budget, self._paused)
         if paused != self._paused:
-            log.warning("disk budget: receiving %s at %.3f of %.3f GB", "paused" if paused else "goes on", self.store.bytes_used / 1e9, budget / 1e9)
+            log.warning("disk budget: receiving %s at %.3f of %.3f GB%s", "paused" if paused else "goes on", self.store.bytes_used / 1e9,
+                        budget / 1e9, "; a run reads all of its samples, so none is dropped: a larger --disk-budget has the rest sent" if paused else "")
             self.link.pause(paused)
             self._paused = paused
 
