@@ -230,7 +230,7 @@ class SampleArrived:
     """Trainer: make it durable, then call session.stored(seq)."""
 
     seq: int
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class AgainArrived:
     """Trainer: what session.again() asked for; data is empty where the producer does not have it any more."""
 
     seq: int
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from protocol.keys import ProducerKeys, TrainerKeys, zap_reply
 log = logging.getLogger("link")
 QUEUED = 64                  # messages libzmq may hold per peer and direction
 QUEUED_BYTES = 32 << 20      # of buffers to one peer: a cable of 2.5 Gb/s is busy with them for 100 ms, and this thread is back in 5
+VIEWED = 256 << 10           # bytes: from here on a frame from the producer is not copied
 BATCH = 64                   # messages taken before anything else is looked at
 # What one peer can make the producer hold, whatever it does, reads or does not read, and acknowledges:
 #   to it     QUEUED_BYTES, or one larger sample alone; QUEUED messages that pyzmq copies, of COPIED at most; and what waits for room: one
@@ -164,7 +165,7 @@ class Listener:
             return []
         keyed = self._keys is not None
         return [(parts[0].bytes, parts[0].get("User-Id") if keyed else None, [part.bytes for part in parts[1:]])
-                for parts in _take(self._router, copy=False)]
+                for parts in _take(self._router)]
 
     def send(self, peer: bytes, parts: list[bytes]) -> bool | None:
         """True: queued.  False: the peer's queue is full, try later.  None: the peer is gone."""
@@ -248,11 +249,14 @@ class Dialer:
         self._bell, self._poller = bell, zmq.Poller()
         self._poller.register(bell.reader, zmq.POLLIN)
 
-    def receive(self, seconds: float, *, until_writable: bool) -> list[list[bytes]]:
-        """Frames that came; waits up to seconds, or until the socket takes messages again."""
+    def receive(self, seconds: float, *, until_writable: bool) -> list[list[bytes | memoryview]]:
+        """Frames that came; waits up to seconds, or until the socket takes messages again.
+
+        A large one is a view of libzmq's own memory: a copy of a sample costs a page fault for each 4 KiB of it."""
         self._poller.register(self._dealer, zmq.POLLIN | (zmq.POLLOUT if until_writable else 0))
         ready = dict(self._poller.poll(seconds * 1000))
-        return _take(self._dealer) if ready.get(self._dealer, 0) & zmq.POLLIN else []
+        taken = _take(self._dealer) if ready.get(self._dealer, 0) & zmq.POLLIN else []
+        return [[part.bytes if len(part) < VIEWED else part.buffer for part in parts] for parts in taken]
 
     def send(self, parts: list[bytes]) -> bool:
         """False: the queue is full, try later."""
@@ -280,12 +284,12 @@ def _limit(one: zmq.Socket, most: int) -> None:
     one.setsockopt(zmq.LINGER, 0)
 
 
-def _take(one: zmq.Socket, *, copy: bool = True) -> list:
-    """Messages that are here, each a list of bytes, or of zmq.Frame without copy."""
+def _take(one: zmq.Socket) -> list[list[zmq.Frame]]:
+    """Messages that are here."""
     found = []
     try:
         while len(found) < BATCH:
-            found.append(one.recv_multipart(zmq.NOBLOCK, copy=copy))
+            found.append(one.recv_multipart(zmq.NOBLOCK, copy=False))
     except zmq.Again:
         pass
     return found

@@ -16,7 +16,7 @@ from protocol.offers import Fetch
 from protocol.store import DiskFull, SampleStore
 from protocol.trainer_link import TrainerLink
 from protocol.transfer import describe, offer_id
-from protocol.wire import is_local
+from protocol.wire import VIEWED, is_local
 from tests.protocol import samples
 from tests.protocol.ends import CONTRACT, OTHER
 from tests.protocol.links import TIMING, Box, Store, news, wait_for
@@ -73,8 +73,8 @@ def test_a_producer_that_is_gone_and_comes_back_goes_on_where_it_was(serve, addr
 
 
 def test_the_real_stores_hold_the_same_bytes_after_restarts_of_both_ends(serve, address, tmp_path):
-    """As the daemons do it: SampleStore at both ends, the trainer's made at its first Welcome."""
-    made = [samples.sample(seq) for seq in range(9)]
+    """As the daemons do it: SampleStore at both ends, the trainer's made at its first Welcome.  A large sample comes as a view, uncopied."""
+    made, came = [samples.sample(seq, tokens=6000 if seq in (2, 7) else 12) for seq in range(9)], []
     sent = SampleStore(tmp_path / "producer")
     sent.begin(samples.STREAM, samples.CONTRACT.to_dict(), 0)
     for upto in (4, 9):
@@ -85,13 +85,17 @@ def test_the_real_stores_hold_the_same_bytes_after_restarts_of_both_ends(serve, 
         def welcomed(welcome, contract):
             if not kept.stream:
                 kept.begin(welcome.stream, welcome.contract, welcome.first_seq)
+        def arrived(seq, data):
+            came.append(type(data))
+            kept.append(seq, data)
         with TrainerLink(address, "box", cursor=lambda: Cursor(kept.stream or None, kept.next, samples.CONTRACT if kept.stream else None),
-                         on_welcome=welcomed, on_sample=kept.append, assets_dir=tmp_path / "assets", timing=TIMING) as link:
+                         on_welcome=welcomed, on_sample=arrived, assets_dir=tmp_path / "assets", timing=TIMING) as link:
             wait_for(lambda: producer.lowest_acked() == upto - 1, link, producer)
         producer.close()
         kept.close()
     kept = SampleStore(tmp_path / "trainer", readonly=True)
     assert [kept.read(seq) for seq in range(kept.first, kept.next)] == made and kept.duplicates == 0
+    assert came == [memoryview if len(data) >= VIEWED else bytes for data in made] and memoryview in came
     sent.close()
 
 
