@@ -19,7 +19,7 @@ import trainer.inbox
 from common import files, logs, service
 from common.errors import EXIT_USER
 from producer import assets
-from protocol import codec
+from protocol import codec, keys
 from protocol.producer_link import ProducerLink
 from protocol.rules import Timing
 from protocol.store import SampleStore
@@ -145,6 +145,23 @@ def test_a_port_in_use(complain):
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         said = complain("hsprod", "serve", "--target", "embedded", "--bind", address)
     assert f"{address} is in use" in said and "--bind" in said
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "*", "[::]", "192.0.2.7"])
+def test_an_address_that_the_network_can_reach_needs_keys_or_a_word(complain, host):
+    serve = ["serve", "--target", "embedded", "--bind", f"tcp://{host}:{free_port()}"]
+    said = complain("hsprod", *serve)
+    assert "can be reached from the network: give --keys (see hsprod keygen), or --insecure if you trust all of it" in said
+    if host == "0.0.0.0":                                    # with that word it goes on, here to the next mistake
+        assert "99 is out of range" in complain("hsprod", *serve, "--insecure", "--layers", "99")
+
+
+@pytest.mark.parametrize("command", [["hsprod", "serve", "--target", "embedded"], ["hstrain", "run"]])
+def test_a_private_key_that_others_can_read(complain, tmp_path, command):
+    keys.generate(tmp_path)
+    (tmp_path / keys.SECRET).chmod(0o644)
+    said = complain(*command, "--keys", tmp_path)
+    assert f"{tmp_path / keys.SECRET} can be read by others (mode 644): chmod 600 {tmp_path / keys.SECRET}" in said
 
 
 def test_an_unknown_arm_a_bad_address_and_a_bad_run_dir(complain, tmp_path):

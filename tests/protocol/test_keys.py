@@ -13,6 +13,12 @@ def test_a_generated_key_is_private_and_never_overwritten(tmp_path):
     public = keys.generate(tmp_path / "k")
     secret = tmp_path / "k" / keys.SECRET
     assert secret.stat().st_mode & 0o777 == 0o600
+    before = os.umask(0)
+    try:
+        keys.generate(tmp_path / "open")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "open" / keys.SECRET).stat().st_mode & 0o777 == 0o600, "whatever the umask"
     assert keys.public_key(tmp_path / "k") == public == zmq.curve_public(secret.read_text().strip().encode()).decode()
     with pytest.raises(UserError, match="exists"):
         keys.generate(tmp_path / "k")
