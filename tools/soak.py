@@ -122,7 +122,7 @@ def draw(rows: list[dict], path: Path) -> None:
         for first, row in zip(rows, rows[1:]):
             if row["still"]:
                 axis.axvspan(first["s"] / 60, row["s"] / 60, color="#9ca3af", alpha=0.35, linewidth=0)
-        axis.legend(frameon=False, loc="center right", fontsize=9)
+        axis.legend(frameon=False, loc="upper left" if axis is axes[2] else "lower right", fontsize=9)
     axes[2].set_xlabel("minutes; grey: the trainer stands still, the producer's disk budget fills")
     figure.savefig(path, dpi=130)
 
