@@ -134,7 +134,8 @@ class Subscribers:
                 return
             self._saved_at = now
             try:
-                write_whole(self._path, json.dumps({"stream": self._stream, "acked": self._acked, "seen": self._seen, "keys": self._keys}, indent=1).encode())
+                state = {"stream": self._stream, "acked": self._acked, "seen": self._seen, "keys": self._keys}
+                write_whole(self._path, json.dumps(state, indent=1).encode())
                 self._dirty = False
             except OSError as error:
                 self.failures += 1

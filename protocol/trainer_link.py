@@ -151,12 +151,9 @@ class TrainerLink:
 
     def pause(self, paused: bool) -> None:
         """True: grant no more credit (the disk budget is used up); at most the window still comes."""
-        def order() -> None:
-            if self._session is not None:
-                self._session.receiving(self._receiving)
         if paused is self._receiving:                            # a change: it may be called at every turn
             self._receiving = not paused
-            self._worker.do(order)
+            self._worker.do(lambda: self._session and self._session.receiving(self._receiving))
 
     def snapshot(self) -> dict:
         """For status: state, connected, next_seq, producer_next, lag, ended, complete, credit, idle_s, counters."""
@@ -229,22 +226,24 @@ class TrainerLink:
             found = dialer.receive(min(0.5, self._timing.interval / 2), until_writable=bool(self._pending))
             for parts in found:
                 for event in session.receive(decode(parts), time.monotonic()):
-                    if isinstance(event, (LinkLost, Refused)):
-                        return self._ended(event)
+                    if isinstance(event, Refused):
+                        raise Differs(event.reason, event.fields)
+                    if isinstance(event, LinkLost):
+                        return event.reason
                     self._handle(session, event)
                 self._flush(session, dialer)
                 if self._worker.closing:
                     break
             if not found:                                        # silence is judged only when nothing waits to be read
                 for lost in session.tick(time.monotonic()):
-                    return lost.reason
+                    return lost.reason + ("" if self.up else self._hint())
             self._show_session(session)
         return "this trainer stops"
 
-    def _ended(self, event: LinkLost | Refused) -> str:
-        if isinstance(event, Refused):
-            raise Differs(event.reason, event.fields)
-        return event.reason
+    def _hint(self) -> str:
+        """For no answer at all: a producer does not speak to who may not connect."""
+        key = self._keys and f"this box's key allowed there: hsprod allow '{self._keys.public.decode()}'"
+        return f" (is it up, and {key or 'without --keys'}?)"
 
     def _flush(self, session: TrainerSession, dialer: Dialer) -> None:
         """Send what is due, as far as the socket takes it."""

@@ -155,8 +155,9 @@ class Inbox:
         budget = int(self._settings.disk_budget * 1e9)
         paused = should_pause(self.store.bytes_used, budget, self._paused)
         if paused != self._paused:
+            advice = "; a run reads all of its samples, so none is dropped: a larger --disk-budget has the rest sent" if paused else ""
             log.warning("disk budget: receiving %s at %.3f of %.3f GB%s", "paused" if paused else "goes on", self.store.bytes_used / 1e9,
-                        budget / 1e9, "; a run reads all of its samples, so none is dropped: a larger --disk-budget has the rest sent" if paused else "")
+                        budget / 1e9, advice)
             self.link.pause(paused)
             self._paused = paused
 
@@ -236,6 +237,6 @@ def heard(link: TrainerLink, address: str) -> list[LinkUp | LinkDown | ReportArr
         except queue.Empty:
             return found
         if isinstance(item, Refused):
-            raise UserError(f"{address}: {item.reason}{': ' if item.fields else ''}{'; '.join(item.fields)}. "
-                            "Use another --state-dir for another stream, or start the producer as it was")
+            differs = f": {'; '.join(item.fields)}. Use another --state-dir for another stream, or start the producer as it was"
+            raise UserError(f"{address}: {item.reason}{differs if item.fields else ''}")
         found.append(item)

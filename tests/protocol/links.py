@@ -77,8 +77,9 @@ def wait_for(true: Callable[[], object], *links) -> None:
 
 def news(link, kind):
     """The next event of that kind."""
+    end = time.monotonic() + 20
     while True:
-        event = link.inbox.get(timeout=20)
+        event = link.inbox.get(timeout=max(0.01, end - time.monotonic()))
         if isinstance(event, kind):
             return event
 

@@ -10,9 +10,10 @@ from protocol.events import Cursor, LinkUp, Refused
 from protocol.peer_session import judge
 from protocol.rules import State
 from protocol.store import SampleStore
+from protocol.trainer_link import TrainerLink
 from tests.protocol import samples
 from tests.protocol.ends import CONTRACT, Ends
-from tests.protocol.links import Box, Store, news, wait_for
+from tests.protocol.links import TIMING, Box, Store, news, wait_for
 
 DATA = [b"%d" % n * 40 for n in range(6)]
 
@@ -135,7 +136,6 @@ def test_a_trainers_inbox_mends_its_store_or_says_what_to_do(serve, address, tmp
 
 
 def _quick(link):
-    from tests.protocol.links import TIMING
     return lambda *words, **options: link(*words, **options, timing=TIMING)
 
 
@@ -188,11 +188,10 @@ def test_two_ends_that_differ_in_the_newest_sample_are_not_one_stream(next_seq, 
 def test_a_newest_sample_that_rots_on_the_producer_is_made_again_and_the_trainer_goes_on(serve, address, tmp_path, kept):
     box = SampleStore(tmp_path / "box")
     def run(producer, until):
-        from protocol.trainer_link import TrainerLink
-        from tests.protocol.links import TIMING
-        link = TrainerLink(address, "box", cursor=lambda: Cursor(box.stream or None, box.next, samples.CONTRACT if box.stream else None, box.newest()),
-                           on_welcome=lambda w, c: box.stream or box.begin(w.stream, w.contract, w.first_seq), on_sample=box.append,
-                           assets_dir=tmp_path / "a", timing=TIMING)
+        def cursor() -> Cursor:
+            return Cursor(box.stream or None, box.next, samples.CONTRACT if box.stream else None, box.newest())
+        link = TrainerLink(address, "box", cursor=cursor, on_welcome=lambda w, c: box.stream or box.begin(w.stream, w.contract, w.first_seq),
+                           on_sample=box.append, assets_dir=tmp_path / "a", timing=TIMING)
         with link:
             return until(link)
     producer = serve(kept, contract=samples.CONTRACT)

@@ -110,7 +110,7 @@ def test_a_trainer_does_not_speak_to_another_producer_than_its_own(serve, tmp_pa
     impostor = serve(Store(3), at=address, keys=key_files.ProducerKeys(tmp_path / "impostor"))
     box = Box(address, tmp_path, keys=mine)
     with box.link as link:
-        wait_for(lambda: "no answer" in link.snapshot()["state"], link, impostor)
+        wait_for(lambda: "no answer for" in (said := link.snapshot()["state"]) and f"hsprod allow '{keys.public['box']}'" in said, link, impostor)
     assert not box.samples and not impostor.snapshot()["peers"] and not impostor.snapshot()["counters"].get("refused_keys")
 
 
