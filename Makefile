@@ -41,7 +41,7 @@ bench: $(READY)
 # dflash pins datasets, requests and tqdm, and in its extra torch 2.13.0 and transformers 5.15.0, which ours excludes; the model
 # file that is compared needs torch and transformers alone and runs on those that are there.
 	$(BIN)/python -m pip install --quiet --no-deps dflash==0.1.0
-	for script in codec rollback stream load decode experts step; do $(BIN)/python benchmarks/$$script.py || exit 1; done
+	for script in codec rollback stream link load decode experts step; do $(BIN)/python benchmarks/$$script.py || exit 1; done
 
 # speculators wants another transformers: step.py and recipes.py make an environment of its own for it, in ~/.cache/hsdraft.
 # Three seeds of each recipe at equal tokens: about an hour on one core. Runs that are in demo/recipes are not repeated.

@@ -1,6 +1,6 @@
 """The whole path of a sample over loopback beside plain ZeroMQ: encode, store, send, receive, check, fsync, acknowledge.
 
-    python benchmarks/link.py [--samples 24] [--rounds 7] [--cable 2.5] [--store FOLDER] [--only "ours,plain ZeroMQ"]
+    python benchmarks/link.py [--samples 48] [--rounds 7] [--cable 2.5] [--store FOLDER] [--only "ours;plain ZeroMQ"]
 
 ours          the producer's codec (two threads), store and ProducerLink in this process, the trainer's Inbox (link, checksums, store) in
               another; from the first capture to the last acknowledgement, which means fsync there.  The producer's store fsyncs, too,
@@ -24,8 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,11 +45,13 @@ from protocol.store import SampleStore
 from tools.demo import free_port
 
 ENCODERS = 2                 # threads, as producer/production.py has them
+PATIENCE_S = 20.0            # without an acknowledgement: something is broken
+AHEAD = 4                    # samples encoded and not yet stored
 STREAM = "0" * 32
 DISTINCT = 4                 # random captures; more would only fill memory
 OURS, BARE, PLAIN, RAW = "ours", "ours, encoded before", "plain ZeroMQ", "plain ZeroMQ, raw states"
 CURVE = ", CURVE"
-PIECES = ("encode alone, 2 threads", "check alone (verify)", "fsync alone, one store")
+PIECES = ENCODE, CHECK, FSYNC = f"encode alone, {ENCODERS} threads", "check alone (verify)", "fsync alone, one store"
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,8 @@ def receiver(asked: dict) -> None:
     if "inbox" in asked:
         from trainer import config
         from trainer.inbox import Inbox
-        settings = config.Run(producer=asked["inbox"], state_dir=Path(asked["folder"]), name="link", keys=asked["keys"] and Path(asked["keys"]))
+        settings = config.Run(producer=asked["inbox"], state_dir=Path(asked["folder"]), name="link", disk_budget=asked["budget"],
+                              keys=asked["keys"] and Path(asked["keys"]))
         with Inbox(settings, "link") as inbox:
             while not inbox.up:
                 inbox.news()
@@ -123,15 +126,19 @@ class Child:
 
     def __init__(self, **asked: object) -> None:
         self._process = subprocess.Popen([sys.executable, __file__, "--child", json.dumps(asked)], stdout=subprocess.PIPE, text=True)
-        self.cpu = 0.0
+        self.cpu, self._acked, self._moved = 0.0, None, time.monotonic()
 
     def ready(self) -> None:
         if self._process.stdout.readline() != "ready\n":
             raise RuntimeError(f"the receiving process ended with {self._process.wait()}")
 
-    def alive(self) -> None:
-        if (code := self._process.poll()) is not None:
-            raise RuntimeError(f"the receiving process ended with {code}")
+    def alive(self, acked: int) -> None:
+        """RuntimeError where it has ended, or has acknowledged nothing new for PATIENCE_S."""
+        now = time.monotonic()
+        if acked != self._acked:
+            self._acked, self._moved = acked, now
+        if (code := self._process.poll()) is not None or now - self._moved > PATIENCE_S:
+            raise RuntimeError(f"the receiving process {'stands still' if code is None else f'ended with {code}'} after sample {acked}")
 
     def end(self) -> None:
         self.cpu = float(self._process.stdout.readline())
@@ -151,26 +158,37 @@ class Child:
 
 def ours(load: Load, folder: Path, *, encoding: bool, keys: bool) -> tuple[float, float]:
     producer_keys, trainer_keys = key_folders(folder) if keys else (None, None)
-    address, count = f"tcp://127.0.0.1:{free_port()}", len(load.encoded)
+    address, count, budget = f"tcp://127.0.0.1:{free_port()}", len(load.encoded), 1 + 2e-9 * sum(map(len, load.encoded))     # never full
     with SampleStore(folder / "samples") as store, ThreadPoolExecutor(ENCODERS) as encoders:
         store.begin(STREAM, load.contract.to_dict(), 0)
         link = ProducerLink(address, store, load.contract.to_dict(), {}, cursors=folder / "subscribers.json", inbox_dir=folder / "checkpoints",
                             keys=producer_keys and curve.ProducerKeys(producer_keys))
-        with link, Child(inbox=address, folder=str(folder / "trainer"), keys=trainer_keys and str(trainer_keys), done=str(folder / "done")) as child:
+        with link, Child(inbox=address, folder=str(folder / "trainer"), keys=trainer_keys and str(trainer_keys), budget=budget,
+                         done=str(folder / "done")) as child:
             child.ready()
             begin, used = time.perf_counter(), time.process_time()
-            jobs = [encoders.submit(load.encode, seq) for seq in range(count)] if encoding else None
-            for seq in range(count):
-                store.append(seq, jobs[seq].result() if encoding else load.encoded[seq])
+            for seq, data in enumerate(encoded_ahead(load, encoders) if encoding else load.encoded):
+                store.append(seq, data)
                 link.samples_ready()
-            while link.lowest_acked() != count - 1:
+            while (acked := link.lowest_acked()) != count - 1:
                 link.raise_if_failed()
-                child.alive()
+                child.alive(acked)
                 time.sleep(0.001)
             seconds, used = time.perf_counter() - begin, time.process_time() - used
             (folder / "done").touch()
             child.end()
     return seconds, used + child.cpu
+
+
+def encoded_ahead(load: Load, encoders: ThreadPoolExecutor) -> Iterator[bytes]:
+    """Each sample's bytes in order, at most AHEAD of them made before they are taken."""
+    jobs = deque()
+    for seq in range(len(load.encoded)):
+        jobs.append(encoders.submit(load.encode, seq))
+        if len(jobs) > AHEAD:
+            yield jobs.popleft().result()
+    while jobs:
+        yield jobs.popleft().result()
 
 
 def plain(frames: list[bytes], folder: Path, *, keys: bool) -> tuple[float, float]:
@@ -203,13 +221,13 @@ def key_folders(folder: Path) -> tuple[Path, Path]:
 
 def piece(name: str, load: Load, folder: Path) -> tuple[float, float]:
     begin, used = time.perf_counter(), time.process_time()
-    if name.startswith("encode"):
+    if name == ENCODE:
         with ThreadPoolExecutor(ENCODERS) as encoders:
             list(encoders.map(load.encode, range(len(load.encoded))))
     for seq, data in enumerate(load.encoded):
-        if name.startswith("check"):
+        if name == CHECK:
             codec.verify(data)
-        elif name.startswith("fsync"):
+        elif name == FSYNC:
             write_whole(folder / f"{seq:012d}.hs", data)
     return time.perf_counter() - begin, time.process_time() - used
 
@@ -259,7 +277,7 @@ def show(found: dict[str, list[tuple[float, float]]], load: Load, options: argpa
         table.add_row(name, "" if name == RAW else f"{sent / seconds / 1e6:.0f}", f"{states / seconds / 1e6:.0f}",
                       "" if name in PIECES else over(found, name, PLAIN), f"{cpu / states * 1e9:.2f}")
     Console(width=130).print(table)
-    for name, base in ((OURS, RAW), (OURS + CURVE, OURS), (PLAIN + CURVE, PLAIN), (OURS + CURVE, PLAIN + CURVE)):
+    for name, base in ((OURS, RAW), (OURS + CURVE, OURS), (PLAIN + CURVE, PLAIN), (OURS + CURVE, PLAIN + CURVE), (OURS, FSYNC)):
         if ratio := over(found, name, base):
             print(f"{name} over {base}: {ratio}")
 
@@ -274,7 +292,7 @@ def lay_cable(gbit: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--samples", type=int, default=24)
+    parser.add_argument("--samples", type=int, default=48)
     parser.add_argument("--tokens", type=int, default=512, help="length of a random capture")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--cable", type=float, help="Gbit/s")
