@@ -2,6 +2,7 @@
 are, whether they can be written, whether there is room."""
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import logging
@@ -15,6 +16,14 @@ from pathlib import Path
 from common.errors import UserError
 
 log = logging.getLogger("disk")
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+def no_room(error: Exception) -> bool:
+    """Whether that is a full disk: what the system says, or safetensors, which wraps it in words."""
+    return getattr(error, "errno", None) in NO_ROOM or any(f"(os error {number})" in str(error) for number in NO_ROOM)
 
 
 def fsync_dir(folder: Path) -> None:

@@ -4,16 +4,23 @@ TensorBoard gets the same rows where it is installed; nothing else here knows it
 from __future__ import annotations
 
 import json
+import logging
 from pathlib import Path
+
+from common.files import no_room
+
+log = logging.getLogger("metrics")
 
 
 class Metrics:
-    """Append-only JSONL.  A row is {"kind": ..., name: value, ...}; units are part of the name (seconds, tokens)."""
+    """Append-only JSONL.  A row is {"kind": ..., name: value, ...}; units are part of the name (seconds, tokens).
+
+    On a full disk rows wait in memory, and go with the next one that finds room."""
 
     def __init__(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         cut_torn_line(path)
-        self._file = path.open("a", encoding="utf-8")
+        self._file, self._waiting, self._path = path.open("ab", buffering=0), b"", path
         try:
             from torch.utils.tensorboard import SummaryWriter
             self._board = SummaryWriter(str(path.parent / "tensorboard"))
@@ -21,8 +28,14 @@ class Metrics:
             self._board = None
 
     def write(self, kind: str, step: int, **values: object) -> None:
-        self._file.write(json.dumps({"kind": kind, "step": step} | values) + "\n")
-        self._file.flush()
+        self._waiting += (json.dumps({"kind": kind, "step": step} | values) + "\n").encode()
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting):]
+        except OSError as error:
+            if not no_room(error):
+                raise
+            log.warning("%s: %s; its rows wait for room", self._path, error.strerror)
         if self._board:
             for name, value in values.items():
                 if isinstance(value, (int, float)):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from common import service
+from common import files, service
 from common.status import Board, Rate
 from trainer.arms import Arm
 from trainer.batch import Samples, make_batch
@@ -27,6 +27,7 @@ from trainer.step import train_step
 log = logging.getLogger("hstrain")
 ROW_EVERY = 10               # steps between rows of metrics.jsonl
 SAY_EVERY_S = 10.0
+FULL_S = 5.0                 # between attempts to save on a full disk
 ENOUGH = "enough"            # rank 0's word to the others that no step follows
 STATE = "state"              # that it writes down what all hold
 
@@ -89,7 +90,8 @@ class Loop:
             if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
                 self._checkpoint()
         if self.stop:
-            self.run.save(self._state())
+            state = self._state()
+            self._written(lambda: self.run.save(state))
         self.ranks.agree(ENOUGH)
         while self.evals.waiting and not self.evals.hopeless and not self.stop:
             stream = self.tick()
@@ -101,12 +103,27 @@ class Loop:
     def _checkpoint(self) -> None:
         """Before the state: a kill in between makes the same checkpoint, and measures it, again."""
         state = self._state()
-        self.run.checkpoint(state)
+        self._written(lambda: self.run.checkpoint(state))
         position = self.run.step * self.plan.sequences
         self.offline.measure(reached(position, replay=self.plan.replay, closed=self.run.closed),
                              lambda: self._say("measuring simulated acceptance", self._stream))
-        self.run.save(state)
+        self._written(lambda: self.run.save(state))
         self.evals.offer()
+
+    def _written(self, write: Callable[[], object]) -> None:
+        """As often as it takes while the disk is full, unless it is to stop: a run that waits has lost nothing."""
+        while True:
+            try:
+                write()
+                return
+            except Exception as error:
+                if self.stop or not files.no_room(error):
+                    raise
+                log.warning("%s; the run waits, and tries again", error)
+            end = time.monotonic() + FULL_S
+            while time.monotonic() < end and not self.stop:
+                self._say("waiting for room on the disk", self.tick())
+                self.stop.wait(0.2)
 
     def _state(self) -> dict[str, Tensor]:
         if self.run.sharded:
