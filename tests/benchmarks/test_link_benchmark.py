@@ -23,8 +23,9 @@ def test_the_whole_path_ends_with_the_same_bytes_stored_at_the_trainer(load, tmp
     assert seconds > 0 and cpu > 0
 
 
-def test_the_rival_sends_every_frame(load, tmp_path):
-    assert link.ways_of(load)[link.PLAIN](tmp_path)[0] > 0             # it ends when the other end has counted them all
+def test_the_rival_sends_and_stores_every_frame(load, tmp_path):
+    assert link.ways_of(load)[link.STORED](tmp_path)[0] > 0
+    assert [path.read_bytes() for path in sorted(tmp_path.iterdir())] == load.encoded
 
 
 def test_a_ratio_is_of_speeds_round_by_round():
