@@ -37,10 +37,13 @@ def rounded(drafter: Drafter) -> Drafter:
 
 
 def strong(target, texts: list[Text], attention: str) -> Drafter:
-    drafter = fresh(target, texts, attention, torch.Generator().manual_seed(0), NARROW)
+    generator = torch.Generator().manual_seed(0)
+    drafter = fresh(target, texts, attention, generator, NARROW)
     with torch.no_grad():
         for name, weight in drafter.named_parameters():
             weight.mul_(STRONG if "proj" in name else STRONG ** 0.5 if "q_norm" in name or "k_norm" in name else 1)
+            if weight.ndim == 1:                                        # norms unlike each other: a file that swaps two is another drafter
+                weight.mul_(torch.randn(weight.shape, generator=generator).mul(0.25).exp())
     return rounded(drafter)
 
 

@@ -172,9 +172,9 @@ def test_window_mask_and_taps_are_ours_and_not_the_ones_beside(trial, attention,
     for changes in ({"sliding_window": learned.NARROW - 1}, {"sliding_window": learned.NARROW + 1}, {"attention": other}):
         wrong = Drafter(dataclasses.replace(kept.config, **changes))
         wrong.load_state_dict(kept.state_dict(), assign=True)
-        assert shortfall(trial.logits(wrong, found), found).mean() > 0.6, changes
+        assert shortfall(trial.logits(wrong, found), found).mean() > 0.4, changes
     for by in (-1, 1):
-        assert shortfall(trial.logits(kept, found, by), found).mean() > 0.6, by
+        assert shortfall(trial.logits(kept, found, by), found).mean() > 0.4, by
 
 
 def test_a_draft_vocabulary_goes_with_it(trial, drafter):
