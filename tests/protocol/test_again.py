@@ -114,6 +114,12 @@ def test_over_real_sockets_a_follower_may_ask_too(serve, address, tmp_path):
         assert box.link.again(7, 20.0) == b"" and len(box.samples) == 5
 
 
+def test_the_answer_to_a_question_that_was_given_up_is_not_taken_for_this_one(address, tmp_path, monkeypatch):
+    link = Box(address, tmp_path).link
+    monkeypatch.setattr(link._worker, "do", lambda _order: [link._answer.put(e.AgainArrived(*said)) for said in ((2, b""), (4, b"four"))])
+    assert link.again(4, 5.0) == b"four"
+
+
 def test_a_trainers_inbox_mends_its_store_or_says_what_to_do(serve, address, tmp_path, kept, monkeypatch, caplog):
     from trainer import inbox
     from trainer.config import Run
