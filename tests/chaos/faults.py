@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-# kind: shortest and longest, seconds.  Past 10 s of silence a link is given up: some are shorter, some longer.
+# kind: shortest and longest, seconds.  A link is given up after 15 s of silence: what lasts 14 s passes that only where two meet.
 KINDS = {"kill producer": (0.1, 3.0), "kill trainer": (0.1, 3.0), "kill both": (0.1, 3.0), "producer stands still": (0.5, 14.0),
          "trainer stands still": (0.5, 14.0), "cut": (0.3, 14.0), "loss": (2.0, 8.0), "delay": (2.0, 8.0), "producer's disk full": (1.0, 6.0),
          "trainer's disk full": (1.0, 6.0)}
