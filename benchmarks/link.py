@@ -7,7 +7,8 @@ ours          the producer's codec (two threads), store and ProducerLink in this
               reads each sample back and checks it before it sends.
 plain ZeroMQ  the same encoded bytes, made before the clock starts: DEALER to DEALER in two processes, libzmq's defaults, one frame a sample,
               no copy at either end, nothing looked at, stored or acknowledged; the clock stops at the receiver's one word after the last.
-              "raw states": taps and final states as they are, for whoever has no codec.
+              "stored": the receiver writes each to a file of its own, whole and fsynced, before it takes the next.  "raw states": taps and
+              final states as they are, for whoever has no codec.
 
 Each round takes every way once, in turn; a ratio is of one round's seconds for the same captures, median and range shown.  The
 pieces (encode, checks, fsync) run alone in this process.  Captures: random bf16 numbers at 2048 wide, 8 taps and final state, 512 tokens,
@@ -49,7 +50,7 @@ PATIENCE_S = 20.0            # without an acknowledgement: something is broken
 AHEAD = 4                    # samples encoded and not yet stored
 STREAM = "0" * 32
 DISTINCT = 4                 # random captures; more would only fill memory
-OURS, BARE, PLAIN, RAW = "ours", "ours, encoded before", "plain ZeroMQ", "plain ZeroMQ, raw states"
+OURS, BARE, PLAIN, STORED, RAW = "ours", "ours, encoded before", "plain ZeroMQ", "plain ZeroMQ, stored", "plain ZeroMQ, raw states"
 CURVE = ", CURVE"
 PIECES = ENCODE, CHECK, FSYNC = f"encode alone, {ENCODERS} threads", "check alone (verify)", "fsync alone, one store"
 
@@ -91,7 +92,7 @@ def load_of(options: argparse.Namespace) -> Load:
 # ---- the other process
 
 def receiver(asked: dict) -> None:
-    """What the child does: {"inbox": address, "folder": ..., "keys": ...} or {"plain": address, "frames": n, "curve": ...}."""
+    """What the child does: {"inbox": address, "folder": ..., "keys": ...} or {"plain": address, "frames": n, ...}."""
     used = time.process_time()
     if "inbox" in asked:
         from trainer import config
@@ -115,8 +116,10 @@ def receiver(asked: dict) -> None:
             socket.connect(asked["plain"])
             socket.send(b"here")
             print("ready", flush=True)
-            for _ in range(asked["frames"]):
-                socket.recv(copy=False)
+            for seq in range(asked["frames"]):
+                frame = socket.recv(copy=False)
+                if asked["folder"]:
+                    write_whole(Path(asked["folder"], f"{seq:012d}.hs"), [frame.buffer])
             socket.send(b"all")
     print(time.process_time() - used, flush=True)
 
@@ -191,14 +194,14 @@ def encoded_ahead(load: Load, encoders: ThreadPoolExecutor) -> Iterator[bytes]:
         yield jobs.popleft().result()
 
 
-def plain(frames: list[bytes], folder: Path, *, keys: bool) -> tuple[float, float]:
+def plain(frames: list[bytes], folder: Path | None, *, keys: bool) -> tuple[float, float]:
     with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
         public = None
         if keys:
             public, secret = zmq.curve_keypair()
             socket.curve_secretkey, socket.curve_server = secret, True
         port = socket.bind_to_random_port("tcp://127.0.0.1")
-        with Child(plain=f"tcp://127.0.0.1:{port}", frames=len(frames), curve=public and public.decode()) as child:
+        with Child(plain=f"tcp://127.0.0.1:{port}", frames=len(frames), curve=public and public.decode(), folder=folder and str(folder)) as child:
             child.ready()
             assert socket.recv() == b"here"
             begin, used = time.perf_counter(), time.process_time()
@@ -234,11 +237,12 @@ def piece(name: str, load: Load, folder: Path) -> tuple[float, float]:
 
 def ways_of(load: Load) -> dict[str, Callable[[Path], tuple[float, float]]]:
     raw = [part for seq in range(len(load.encoded)) for part in load.raw(seq)]
-    return {PLAIN: lambda folder: plain(load.encoded, folder, keys=False),
+    return {PLAIN: lambda _folder: plain(load.encoded, None, keys=False),
             OURS: lambda folder: ours(load, folder, encoding=True, keys=False),
             BARE: lambda folder: ours(load, folder, encoding=False, keys=False),
-            RAW: lambda folder: plain(raw, folder, keys=False),
-            PLAIN + CURVE: lambda folder: plain(load.encoded, folder, keys=True),
+            STORED: lambda folder: plain(load.encoded, folder, keys=False),
+            RAW: lambda _folder: plain(raw, None, keys=False),
+            PLAIN + CURVE: lambda _folder: plain(load.encoded, None, keys=True),
             OURS + CURVE: lambda folder: ours(load, folder, encoding=True, keys=True),
             **{name: lambda folder, name=name: piece(name, load, folder) for name in PIECES}}
 
@@ -277,7 +281,8 @@ def show(found: dict[str, list[tuple[float, float]]], load: Load, options: argpa
         table.add_row(name, "" if name == RAW else f"{sent / seconds / 1e6:.0f}", f"{states / seconds / 1e6:.0f}",
                       "" if name in PIECES else over(found, name, PLAIN), f"{cpu / states * 1e9:.2f}")
     Console(width=130).print(table)
-    for name, base in ((OURS, RAW), (OURS + CURVE, OURS), (PLAIN + CURVE, PLAIN), (OURS + CURVE, PLAIN + CURVE), (OURS, FSYNC)):
+    pairs = ((OURS, STORED), (BARE, STORED), (OURS, RAW), (OURS + CURVE, OURS), (PLAIN + CURVE, PLAIN), (OURS + CURVE, PLAIN + CURVE), (OURS, FSYNC))
+    for name, base in pairs:
         if ratio := over(found, name, base):
             print(f"{name} over {base}: {ratio}")
 
