@@ -1,6 +1,6 @@
 """The whole path of a sample over loopback beside plain ZeroMQ: encode, store, send, receive, check, fsync, acknowledge.
 
-    python benchmarks/link.py [--samples 48] [--rounds 7] [--cable 2.5] [--store FOLDER] [--only "ours;plain ZeroMQ"]
+    python benchmarks/link.py [--samples 24] [--rounds 5] [--cable 2.5] [--store FOLDER] [--only "ours;plain ZeroMQ"]
 
 ours          the producer's codec (two threads), store and ProducerLink in this process, the trainer's Inbox (link, checksums, store) in
               another; from the first capture to the last acknowledgement, which means fsync there.  The producer's store fsyncs, too,
@@ -8,7 +8,7 @@ ours          the producer's codec (two threads), store and ProducerLink in this
 plain ZeroMQ  the same encoded bytes, made before the clock starts: DEALER to DEALER in two processes, libzmq's defaults, one frame a sample,
               no copy at either end, nothing looked at, stored or acknowledged; the clock stops at the receiver's one word after the last.
               "stored": the receiver writes each to a file of its own, whole and fsynced, before it takes the next.  "raw states": taps and
-              final states as they are, for whoever has no codec.
+              final states as they are, a frame each, for whoever has no codec.
 
 Each round takes every way once, in turn; a ratio is of one round's seconds for the same captures, median and range shown.  The
 pieces (encode, checks, fsync) run alone in this process.  Captures: random bf16 numbers at 2048 wide, 8 taps and final state, 512 tokens,
@@ -297,9 +297,9 @@ def lay_cable(gbit: float) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--samples", type=int, default=48)
+    parser.add_argument("--samples", type=int, default=24)
     parser.add_argument("--tokens", type=int, default=512, help="length of a random capture")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--cable", type=float, help="Gbit/s")
     parser.add_argument("--store", type=Path, help="--state-dir of an hstrain run: send its samples")
     parser.add_argument("--only", help="ways to take, of those in the table")
@@ -315,6 +315,8 @@ def main() -> None:
     load = load_of(options)
     ways = ways_of(load)
     if options.only:
+        if unknown := set(options.only.split(";")) - set(ways):
+            parser.error(f"--only: no {', '.join(unknown)} among {'; '.join(ways)}")
         ways = {name: ways[name] for name in options.only.split(";")}
     show(measure(ways, options.rounds, options.work), load, options)
 
