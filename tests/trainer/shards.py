@@ -43,7 +43,8 @@ def main(folder: Path) -> None:
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     for name, parameter in again.drafter.named_parameters():
         assert parameter.to_local().numel() < parameter.numel() or parameter.numel() < ranks.world, name
-    print("rank", ranks.rank, "equal")
+    sys.stdout.write(f"rank {ranks.rank} equal\n")           # in one piece: both write to the same pipe
+    sys.stdout.flush()
     ranks.close()
 
 

@@ -94,7 +94,7 @@ def same_run(one, other) -> None:
 
 def test_a_run_in_shares_stops_and_goes_on_bit_for_bit(tmp_path):
     said = launched([str(Path(__file__).with_name("shards.py")), str(tmp_path)], 2)
-    assert sorted(line for line in said.splitlines() if "equal" in line) == ["rank 0 equal", "rank 1 equal"]
+    assert "rank 0 equal" in said and "rank 1 equal" in said
 
 
 @pytest.mark.parametrize("world, optimizer, why", [(1, "adamw", "start it as torchrun"), (2, "muon", "use --optimizer adamw")])
