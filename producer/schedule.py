@@ -13,6 +13,8 @@ from common.files import write_whole
 from producer.prompts import Prompt
 from protocol.store import FULL, DiskFull
 
+KEPT = 1024                  # samples back; a few kilobytes, written at every batch
+
 
 def order(prompts: list[Prompt], number: int) -> list[Prompt]:
     """Prompts of pass `number` (0, 1, ...), shuffled by a hash of (pass, id): no state, no seed to lose."""
@@ -22,22 +24,27 @@ def order(prompts: list[Prompt], number: int) -> list[Prompt]:
 class Progress:
     """Where production stands: item k is prompt k % n of pass k // n.
 
-    The file holds the batch in hand: which items became sequence numbers first, first + 1, ...
+    The file holds which items became sequence numbers first, first + 1, ...: the batch in hand, and the KEPT samples before it,
+    which may be found damaged and are then made again.
     """
 
     def __init__(self, path: Path, prompts: str, next_seq: int) -> None:
         """prompts: hash of the prompt list; another list starts at item 0.  next_seq: of the store, after a restart."""
         self._path, self._prompts = path, prompts
         held = json.loads(path.read_text()) if path.exists() else {}
-        self.item = 0
+        self.item, self._items = 0, {}                            # seq -> item
         if held.get("prompts") == prompts:
-            done = next_seq - held["first_seq"]
-            items = held["items"]
-            self.item = items[done] if 0 <= done < len(items) else held["after"]
+            self._items = dict(enumerate(held["items"], held["first_seq"]))
+            self.item = self._items.get(next_seq, held["after"])
 
     def begin(self, first_seq: int, items: list[int], after: int) -> None:
         """items[i] will be appended as first_seq + i; `after` is the item that follows the batch.  DiskFull: call it again later."""
-        held = {"prompts": self._prompts, "first_seq": first_seq, "items": items, "after": after}
+        first = first_seq
+        while first - 1 in self._items and first_seq - first < KEPT:
+            first -= 1
+        known = [self._items[seq] for seq in range(first, first_seq)] + items
+        self._items = dict(enumerate(known, first))
+        held = {"prompts": self._prompts, "first_seq": first, "items": known, "after": after}
         try:
             write_whole(self._path, json.dumps(held).encode())
         except OSError as error:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import uuid
@@ -28,6 +29,7 @@ from protocol import codec
 META, LOCK = "meta.json", "lock"
 NAME = re.compile(r"([0-9]{12})\.hs(\.corrupt)?")
 FULL = (errno.ENOSPC, errno.EDQUOT)
+log = logging.getLogger("store")
 
 
 class DiskFull(HsdraftError, OSError):
@@ -41,8 +43,8 @@ class StoreLocked(UserError):
 class SampleStore:
     """The samples of one stream in one folder; sequence numbers first <= seq < next.
 
-    readonly=False  the one writer: takes the lock (StoreLocked), clears temporary files, checks the newest sample and puts it
-                    aside if it is corrupt, so that its number comes again
+    readonly=False  the one writer: takes the lock (StoreLocked), clears temporary files, checks the newest sample and, while that is
+                    corrupt, puts it aside, so that its number comes again
     readonly=True   a follower: no lock, changes nothing; refresh() finds what the writer added or dropped
     contract        ExtractionContract.to_dict().  Begins a stream of its own where the folder is new (the producer); where it
                     holds a stream of another contract, UserError names the fields that differ.  Without it a new folder stays
@@ -235,11 +237,15 @@ class SampleStore:
                     self.path(seq).unlink(missing_ok=True)
 
     def _check_newest(self) -> None:
-        newest = max(self._sizes)
-        try:
-            self.read(newest)
-        except CorruptError:                                        # put aside and counted; its number is free again
-            self.next = newest
+        """Back to the newest that is whole."""
+        while self._sizes:
+            newest = max(self._sizes)
+            try:
+                self.read(newest)
+                return
+            except CorruptError as error:                           # put aside and counted; its number is free again
+                log.warning("%s; it is put aside, and sample %d comes again", error, newest)
+                self.next = max(self._sizes, default=self.first - 1) + 1        # as refresh() counts, once it is opened again
 
     def _write_meta(self, stream: str, contract: dict, first: int) -> None:
         self._write(META, json.dumps({"stream": stream, "contract": contract, "first": first}, indent=1).encode())

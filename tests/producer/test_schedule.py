@@ -3,6 +3,7 @@ from dataclasses import dataclass
 
 import pytest
 
+from producer import schedule
 from producer.prompts import Prompt
 from producer.schedule import Progress, order
 
@@ -39,6 +40,28 @@ def test_a_kill_at_any_moment_neither_repeats_nor_loses_an_item(tmp_path, betwee
         if box.run(between):
             break
     assert box.run(None) and box.stored == [k for k in range(ITEMS) if k not in REFUSED]
+
+
+@pytest.mark.parametrize("killed_after", range(1, 25))
+@pytest.mark.parametrize("lost", [1, 2, 5])
+def test_samples_found_damaged_are_made_again_from_their_own_prompts(tmp_path, killed_after, lost):
+    """Also where the batch in hand had only been begun, and where the damage reaches back into batches before it."""
+    box = Box(tmp_path / "progress.json", [])
+    box.run(killed_after)
+    del box.stored[-lost:]                                           # the store puts them aside when it is opened
+    assert box.run(None) and box.stored == [k for k in range(ITEMS) if k not in REFUSED]
+
+
+def test_what_is_remembered_has_an_end_and_no_hole(tmp_path, monkeypatch):
+    monkeypatch.setattr(schedule, "KEPT", 3)
+    path = tmp_path / "progress.json"
+    progress = Progress(path, "hash", 0)
+    for first in range(0, 8, 2):
+        progress.begin(first, [10 * first, 10 * first + 10], 10 * first + 20)
+    assert [Progress(path, "hash", seq).item for seq in range(2, 9)] == [80, 30, 40, 50, 60, 70, 80]         # 2 is too long ago: what follows
+    progress = Progress(path, "hash", 20)                            # the store has more than this file knows
+    progress.begin(20, [200], 210)
+    assert [Progress(path, "hash", seq).item for seq in (7, 19, 20, 21)] == [210, 210, 200, 210]
 
 
 def test_another_list_of_prompts_begins_at_its_first(tmp_path):

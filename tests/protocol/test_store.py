@@ -162,6 +162,25 @@ def test_a_spoilt_newest_file_is_found_at_opening_and_its_number_comes_again(sto
         assert again.next == 4 and again.read(2) == SAMPLES[2]
 
 
+def test_all_that_is_spoilt_at_the_end_comes_again_and_is_said(store, caplog):
+    """A power cut can tear more than one.  What was put aside before them, in the middle then, is at the end now."""
+    filled(store, 6)
+    flip(store.path(3))
+    with pytest.raises(CorruptError):
+        store.read(3)
+    store.close()
+    for seq in (4, 5):
+        flip(store.path(seq))
+    with SampleStore(store.folder) as again:
+        assert again.next == 3 and again.corrupt == 2
+        assert "000000000005.hs" in caplog.text and "it is put aside, and sample 4 comes again" in caplog.text
+        assert all(again.append(seq, SAMPLES[seq]) for seq in (3, 4, 5))
+    for seq in range(6):
+        flip(store.path(seq))
+    with SampleStore(store.folder) as again:
+        assert again.next == 0 and again.append(0, SAMPLES[0])
+
+
 def test_numbers_outside_the_store_are_a_bug_not_corruption(store):
     filled(store, 1)
     for seq in (1, 7):
