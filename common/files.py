@@ -50,6 +50,14 @@ def write_whole(path: Path, parts: bytes | Iterable[bytes | memoryview]) -> None
     fsync_dir(path.parent)
 
 
+def publish_file(temporary: Path, final: Path) -> None:
+    """The same for a file that a library wrote: durable, then under its name."""
+    with temporary.open("rb") as file:
+        os.fsync(file.fileno())
+    temporary.replace(final)
+    fsync_dir(final.parent)
+
+
 def publish_folder(temporary: Path, final: Path) -> None:
     """Make a finished temporary folder appear under its name durably; an older one is first put aside, then removed.
 
@@ -66,6 +74,21 @@ def publish_folder(temporary: Path, final: Path) -> None:
     temporary.rename(final)
     fsync_dir(final.parent)
     shutil.rmtree(aside, ignore_errors=True)
+
+
+@contextmanager
+def whole_folder(folder: Path) -> Iterator[Path]:
+    """A temporary folder to fill; at the end it is durable and stands as `folder`, in place of one of that name.  A failure leaves neither
+    it nor a change."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        publish_folder(temporary, folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
 
 
 def usable(folder: Path, option: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import struct
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from common.drafter import vocab
 from common.drafter.config import DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError
-from common.files import publish_folder
+from common.files import whole_folder
 
 CONFIG, WEIGHTS, RECORD, SHORTLIST = "config.json", "model.safetensors", "record.json", "shortlist.safetensors"
 DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
@@ -38,10 +37,7 @@ def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torc
     ValueError on a dtype that load would refuse; a failure leaves no temporary folder and the older checkpoint as it was."""
     if dtype not in NAMES:
         raise ValueError(f"checkpoints are {', '.join(NAMES.values())}, not {dtype}")
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as temporary:
         tensors = {name: value.detach().to("cpu", dtype).contiguous() for name, value in (weights or drafter.state_dict()).items()}
         safetensors.torch.save_file(tensors, temporary / WEIGHTS, metadata={"format": "pt"})
         _write_json(temporary / CONFIG, drafter.config.to_json() | {"dtype": NAMES[dtype]})
@@ -49,10 +45,6 @@ def save(folder: Path, drafter: Drafter, record: dict, dtype: torch.dtype = torc
             safetensors.torch.save_file({"d2t": vocab.to_d2t(drafter.shortlist.cpu())}, temporary / SHORTLIST)
             record = record | {"shortlist": len(drafter.shortlist)}
         _write_json(temporary / RECORD, record)
-        publish_folder(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def load(folder: Path, device: torch.device | str, dtype: torch.dtype) -> tuple[Drafter, DrafterConfig, dict]:

@@ -146,7 +146,7 @@ def test_a_missing_file_is_refused(folder, name):
 def test_a_failed_save_leaves_the_older_checkpoint_and_no_rubbish(folder, monkeypatch, stage):
     def fail(*_args, **_kwargs):
         raise OSError("no space left on device")
-    monkeypatch.setattr(safetensors.torch if stage == "save_file" else checkpoint, stage, fail)
+    monkeypatch.setattr({"save_file": safetensors.torch, "publish_folder": files}.get(stage, checkpoint), stage, fail)
     before = checkpoint_hash(folder)
     with pytest.raises(OSError, match="no space"):
         save(folder, drafter(1), RECORD)

@@ -18,6 +18,7 @@ from common.drafter import vocab
 from common.drafter.config import FULL, MOST, SLIDING, DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
+from common.files import publish_file
 from trainer.formats import Found, blocks, cast, filled, gguf_bounds, masks_changed
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def write(path: Path, drafter: Drafter, record: dict, quant: str, *, keys: list,
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-        temporary.replace(path)
+        publish_file(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
     return said

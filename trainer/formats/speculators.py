@@ -6,7 +6,6 @@ Qwen3Config's defaults, so those stand here."""
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from common.drafter import checkpoint, vocab
 from common.drafter.config import FULL, MOST, SLIDING, DrafterConfig
 from common.drafter.model import Drafter
 from common.errors import CorruptError, UserError
-from common.files import publish_folder
+from common.files import whole_folder
 from trainer.formats import Found, blocks, cast, filled, masks_changed
 
 VERSION = "0.9.0"
@@ -128,19 +127,12 @@ def write(folder: Path, drafter: Drafter, record: dict, quant: str, *, head: Ten
     config, ids = drafter.config, drafter.shortlist
     if ids is not None:
         tensors |= {"d2t": vocab.to_d2t(ids), "t2d": vocab.to_t2d(ids, config.vocab_size)}
-    temporary = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
-    try:
+    with whole_folder(folder) as temporary:
         safetensors.torch.save_file(tensors, temporary / checkpoint.WEIGHTS, metadata={"format": "pt"})
         for name, data in ((checkpoint.CONFIG, config_json(config, None if ids is None else len(ids), target) |
                             {"dtype": checkpoint.NAMES[tensors["fc.weight"].dtype]}),
                            (checkpoint.RECORD, record | {"num_target_layers": config.num_target_layers})):
             (temporary / name).write_text(json.dumps(data, indent=2) + "\n", "utf-8")
-        publish_folder(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     return said
 
 
