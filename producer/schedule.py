@@ -9,9 +9,9 @@ import hashlib
 import json
 from pathlib import Path
 
-from common.files import write_whole
+from common.files import no_room, write_whole
 from producer.prompts import Prompt
-from protocol.store import FULL, DiskFull
+from protocol.store import DiskFull
 
 KEPT = 1024                  # samples back; a few kilobytes, written at every batch
 
@@ -48,7 +48,7 @@ class Progress:
         try:
             write_whole(self._path, json.dumps(held).encode())
         except OSError as error:
-            if error.errno in FULL:
+            if no_room(error):
                 raise DiskFull(f"{self._path}: no space") from error
             raise
         self.item = after

@@ -8,7 +8,6 @@ any choice of what to drop (the caller's).
 """
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import logging
@@ -23,12 +22,11 @@ import numpy as np
 from common import jsons
 from common.contract import ExtractionContract, differences
 from common.errors import CorruptError, HsdraftError, PeerError, UserError
-from common.files import fsync_dir, sha256_file, write_whole
+from common.files import fsync_dir, no_room, sha256_file, write_whole
 from protocol import codec
 
 META, LOCK = "meta.json", "lock"
 NAME = re.compile(r"([0-9]{12})\.hs(\.corrupt)?")
-FULL = (errno.ENOSPC, errno.EDQUOT)
 log = logging.getLogger("store")
 
 
@@ -254,7 +252,7 @@ class SampleStore:
         try:
             write_whole(self.folder / name, [data])
         except OSError as error:
-            if error.errno in FULL:
+            if no_room(error):
                 raise DiskFull(f"{self.folder}: no space for {name} ({len(data)} bytes)") from error
             raise
 
