@@ -29,19 +29,26 @@ class Metrics:
 
     def write(self, kind: str, step: int, **values: object) -> None:
         self._waiting += (json.dumps({"kind": kind, "step": step} | values) + "\n").encode()
+        self._write()
+        if self._board:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self._board.add_scalar(f"{kind}/{name}", value, step)
+
+    def _write(self) -> None:
         try:
             while self._waiting:
                 self._waiting = self._waiting[self._file.write(self._waiting):]
         except OSError as error:
             if not no_room(error):
                 raise
-            log.warning("%s: %s; its rows wait for room", self._path, error.strerror)
-        if self._board:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self._board.add_scalar(f"{kind}/{name}", value, step)
+            log.warning("%s: %s; %d rows wait for room", self._path, error.strerror, self._waiting.count(b"\n"))
 
     def close(self) -> None:
+        """Rows that find no room now, either, are lost; how many is in the log."""
+        self._write()
+        if self._waiting:
+            log.error("%s: closed on a full disk: %d rows are lost", self._path, self._waiting.count(b"\n"))
         self._file.close()
         if self._board:
             self._board.close()

@@ -64,3 +64,14 @@ def test_a_save_waits_for_room(tmp_path, monkeypatch, error):
     made.stop = True
     with pytest.raises(type(error)):
         made._written(lambda: (_ for _ in ()).throw(error))
+
+
+def test_rows_that_find_no_room_to_the_end_are_counted(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    rows = Metrics(path)
+    real, rows._file = rows._file, Disk(rows._file, [0, 0, 0])
+    rows._file.close = real.close
+    rows.write("step", 1)
+    rows.write("step", 2)
+    rows.close()
+    assert caplog.messages[-1].endswith("2 rows are lost") and path.read_text() == ""
