@@ -168,9 +168,10 @@ class Loop:
             line += f", loss {self.numbers['loss']:.3f}, accuracy {self.numbers['accuracy']:.0%}, {rate:.1f} steps/s"
         if self.waited >= 1:
             line += f", waited {self.waited:.0f} s for samples"
-        self.board.show({"doing": doing, "line": line, "stream": stream, "acceptance": self.evals.line(), "offline": self.offline.line(),
-                         "run": str(self.run.folder), "run_name": self.run.folder.name, "arm": self.arm.name, "numbers": self._measured(now),
-                         "counters": self.counters() | self._counted(), "ended": ended}, time.time(), force=ended)
+        if ended or self.board.due(time.time()):                 # what is shown is read off the run's folder, too
+            self.board.show({"doing": doing, "line": line, "stream": stream, "acceptance": self.evals.line(), "offline": self.offline.line(),
+                             "run": str(self.run.folder), "run_name": self.run.folder.name, "arm": self.arm.name,
+                             "numbers": self._measured(now), "counters": self.counters() | self._counted(), "ended": ended}, time.time(), force=ended)
         if ended or now - self._said > SAY_EVERY_S:
             self._said = now
             log.info("%s", line)

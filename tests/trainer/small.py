@@ -89,6 +89,9 @@ class Silent:
     def line(self) -> str:
         return ""
 
+    def due(self, _now: float) -> bool:
+        return False
+
     def show(self, *_values, force: bool = False) -> None:
         """Nobody watches."""
 
