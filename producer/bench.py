@@ -17,15 +17,14 @@ from common import files
 from common.drafter.model import Drafter
 from common.errors import UserError
 from common.settings import state_home
-from producer import pairs, progress, prompt_sets, prompts as prompt_files, rates, record, sections, tables
+from producer import fitting, pairs, progress, prompt_sets, prompts as prompt_files, rates, record, sections, tables
 from producer.config import Bench, share_held_out
-from producer.fitting import check_sizes, fit_drafter, read_drafter
 from producer.pairs import Pair, Progress
 from producer.progress import say
 from producer.prompts import SALT, SHIPPED, Prompt
 from producer.sampling import Sampling
 from producer.speculate import Limit
-from producer.target import Target, load
+from producer.target import Target
 from producer.writing import Writer
 
 
@@ -40,13 +39,7 @@ def run(settings: Bench) -> None:
     files.usable(out.parent, "--out")
     if out.is_dir():
         raise UserError(f"--out {out}: a folder; give the name of a file")
-    found = read_drafter(settings)
-    check_sizes(settings, found[0].config)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
-    thinking = prompt_files.thinking_mode(target.tokenizer, settings.thinking)
-    drafter = fit_drafter(settings, found, target, thinking)
+    target, drafter, thinking = fitting.ready(settings)
     scene = sections.Scene(target, drafter, Limit(settings.max_new_tokens, target.eos_ids), drafter.config.block_size,
                            *(rendered(target, side, thinking) for side in (measured, others)), llama)
     contract = target.contract(drafter.config.taps, thinking)

@@ -19,14 +19,13 @@ from common import files, logs
 from common.drafter import acceptance
 from common.drafter.model import Drafter
 from common.errors import UserError
-from producer import evaluate, progress, prompt_sets, prompts as prompt_files, record, tables
+from producer import evaluate, fitting, progress, prompt_sets, prompts as prompt_files, record, tables
 from producer.config import Eval, share_held_out
 from producer.evaluate import Measured, PlainTexts
-from producer.fitting import check_sizes, fit_drafter, read_drafter
 from producer.progress import say
 from producer.prompts import SALT, SHIPPED, Prompt
 from producer.speculate import Limit
-from producer.target import Target, load
+from producer.target import Target
 
 FORMAT = 1
 SEED = 0                     # of the bootstrap: the same texts give the same interval, here and in hsprod serve
@@ -51,13 +50,7 @@ def run(settings: Eval) -> int:
         raise UserError("--block-size 1: nothing would be drafted, so there is nothing to measure; use 2 or more")
     logs.replacing(sys.stdout)
     sets = choose(settings)
-    found = read_drafter(settings)
-    check_sizes(settings, found[0].config)
-    if settings.threads:
-        torch.set_num_threads(settings.threads)
-    target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
-    thinking = prompt_files.thinking_mode(target.tokenizer, settings.thinking)
-    drafter = fit_drafter(settings, found, target, thinking)
+    target, drafter, thinking = fitting.ready(settings)
     asked = rendered(target, drafter, sets, thinking, settings.new_tokens)
     made = measure(target, drafter, asked, settings.new_tokens)
     made |= {"hsdraft_eval": FORMAT, "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "new_tokens": settings.new_tokens,

@@ -17,10 +17,22 @@ from common.errors import CorruptError, UserError
 from producer import identity, lengths, packed, selftest
 from producer.config import Bench, Eval, Generate
 from producer.progress import say
-from producer.target import Sizes, Target, sizes
+from producer.prompts import thinking_mode
+from producer.target import Sizes, Target, load, sizes
 
 Settings = Generate | Bench | Eval
 SPECULATORS = "speculators_model_type"      # a key that only their folders have
+
+
+def ready(settings: Bench | Eval) -> tuple[Target, Drafter, bool | None]:
+    """Target, drafter fitted to it, thinking mode: what is wrong with the drafter's folder is said before the target is read."""
+    found = read_drafter(settings)
+    check_sizes(settings, found[0].config)
+    if settings.threads:
+        torch.set_num_threads(settings.threads)
+    target = load(settings.target, dtype=settings.dtype, device=settings.device, experts=settings.experts, say=say)
+    thinking = thinking_mode(target.tokenizer, settings.thinking)
+    return target, fit_drafter(settings, found, target, thinking), thinking
 
 
 def read_drafter(settings: Settings) -> tuple[Drafter, dict]:

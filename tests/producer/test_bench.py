@@ -51,7 +51,7 @@ def prompts_file(tmp_path):
 
 @pytest.fixture
 def hsprod(target, monkeypatch):
-    monkeypatch.setattr(bench, "load", lambda *_args, **_kwargs: target)
+    monkeypatch.setattr(fitting, "load", lambda *_args, **_kwargs: target)
     monkeypatch.setattr(fitting, "sizes", lambda _name: target)
     for module, name, value in ((roofline, "COPIED", 1 << 20), (roofline, "ROUNDS", 1), (pieces, "REPEATS", 1), (overhead, "CYCLES", 2)):
         monkeypatch.setattr(module, name, value)                     # nothing here is about how long things take
@@ -130,7 +130,7 @@ def test_prompts_are_spread_and_the_others_are_others(prompts_file, tmp_path):
     (("--drafter", "x", "--against", "/nowhere"), "--against /nowhere"), (("--drafter", "x", "--block-size", 1), "nothing would be drafted"),
     (("--drafter", "x", "--out", "."), "--out .: a folder")])
 def test_mistakes_are_one_line_before_the_target_is_read(hsprod, monkeypatch, tmp_path, args, says):
-    monkeypatch.setattr(bench, "load", None)
+    monkeypatch.setattr(fitting, "load", None)
     got = hsprod("--out", tmp_path / "o.json", *args)
     assert isinstance(got.exception, UserError) and says in str(got.exception) and "\n" not in str(got.exception)
     assert not (tmp_path / "o.json").exists()

@@ -45,7 +45,7 @@ def file(tmp_path):
 
 @pytest.fixture
 def hsprod(target, monkeypatch):
-    monkeypatch.setattr(eval_report, "load", lambda *_args, **_kwargs: target)
+    monkeypatch.setattr(fitting, "load", lambda *_args, **_kwargs: target)
     monkeypatch.setattr(fitting, "sizes", lambda _name: target)
     return lambda *args: CliRunner().invoke(cli.app, ["eval", "--new-tokens", str(NEW), *map(str, args)])
 
@@ -162,6 +162,6 @@ def test_a_group_of_texts_of_one_token_has_no_figures(hsprod, monkeypatch, targe
     (("--drafter", "x", "--block-size", 1), "nothing would be drafted"), (("--drafter", "x", "--json", "."), "--json .: give the name of a file"),
     (("--drafter", "x", "--json", "/nowhere/r.json"), "in a folder that is there")])
 def test_mistakes_are_one_line_before_the_target_is_read(hsprod, monkeypatch, args, says):
-    monkeypatch.setattr(eval_report, "load", None)
+    monkeypatch.setattr(fitting, "load", None)
     got = hsprod(*args)
     assert isinstance(got.exception, UserError) and says in str(got.exception) and "\n" not in str(got.exception)
