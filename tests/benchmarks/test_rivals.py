@@ -7,7 +7,6 @@ from argparse import Namespace
 
 import numpy as np
 import pytest
-import torch
 
 from benchmarks import recipes, recorded, rivals, step
 from benchmarks.random_capture import random_capture

@@ -8,7 +8,7 @@ import random
 import pytest
 import tiny
 from drafters import BLOCK, TAPS, Random, Scheduled, prompts, trained
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from common.errors import UserError
 from producer import lengths, lengths_bench, writing
