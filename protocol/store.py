@@ -9,6 +9,7 @@ any choice of what to drop (the caller's).
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -22,7 +23,7 @@ import numpy as np
 from common import jsons
 from common.contract import ExtractionContract, differences
 from common.errors import CorruptError, HsdraftError, PeerError, UserError
-from common.files import fsync_dir, no_room, sha256_file, write_whole
+from common.files import fsync_dir, no_room, write_whole
 from protocol import codec
 
 META, LOCK = "meta.json", "lock"
@@ -122,9 +123,15 @@ class SampleStore:
         return self._read(seq, lambda data: (data, codec.verify(data)))
 
     def newest(self) -> str | None:
-        """sha256 (hex) of the bytes of sample next - 1 as they lie here; None where it is not here."""
-        path = self.path(self.next - 1)
-        return sha256_file(path) if self.next - 1 in self._sizes and path.exists() else None
+        """sha256 (hex) of the bytes of sample next - 1; None where it is not here, or damaged: then nobody can tell whose sample it was.
+
+        A damaged one is left for who reads it to find."""
+        try:
+            data = self.path(self.next - 1).read_bytes()
+            codec.verify(data)
+        except (FileNotFoundError, CorruptError):
+            return None
+        return hashlib.sha256(data).hexdigest()
 
     def restore(self, seq: int, data: bytes) -> None:
         """Put a sample that was found corrupt here back, durably.  A follower may, too: they are the bytes that were here.

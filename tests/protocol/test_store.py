@@ -1,6 +1,7 @@
 """Pitfalls D3 and D4: whatever the disk or a kill does, a sample is whole or absent, and nothing goes missing unsaid."""
 import dataclasses
 import errno
+import hashlib
 import os
 import signal
 import subprocess
@@ -49,6 +50,15 @@ def test_what_was_appended_is_read_and_survives_reopening(store):
         assert (again.stream, again.first, again.next, again.bytes_used) == (STREAM, 0, 3, store.bytes_used)
         assert [again.read(seq) for seq in range(3)] == SAMPLES[:3]
         assert again.sample(2).seq == 2 and (again.sample(2).capture.final == capture(seed=2).final).all()
+
+
+def test_a_damaged_newest_sample_is_nobodys(store):
+    """Its digest would say that this is another stream, and the link would be refused for good instead of mending it."""
+    assert store.newest() is None
+    filled(store, 2)
+    assert store.newest() == hashlib.sha256(SAMPLES[1]).hexdigest()
+    flip(store.path(1))
+    assert store.newest() is None and store.path(1).exists() and store.corrupt == 0
 
 
 def test_a_text_is_read_without_the_states(store):
