@@ -37,6 +37,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from common import service
 from common.capture import Capture
 from common.contract import ExtractionContract
 from common.files import write_whole
@@ -99,7 +100,7 @@ def receiver(asked: dict) -> None:
         from trainer.inbox import Inbox
         settings = config.Run(producer=asked["inbox"], state_dir=Path(asked["folder"]), name="link", disk_budget=asked["budget"],
                               keys=asked["keys"] and Path(asked["keys"]))
-        with Inbox(settings, "link") as inbox:
+        with Inbox(settings, "link", service.Stop()) as inbox:
             while not inbox.up:
                 inbox.news()
                 time.sleep(0.01)

@@ -74,8 +74,9 @@ def record(folder: Path, target: str) -> None:
         producer = subprocess.Popen([Path(sys.executable).parent / "hsprod", "serve", "--target", target, "--prompts", PROMPTS, "--bind", address,
                                      "--state-dir", folder / "hsprod", "--threads", "1", *SERVE], stdout=log, stderr=subprocess.STDOUT)
     try:
-        with Inbox(config.Run(producer=address, state_dir=folder), "recipes") as inbox:
-            inbox.wait(service.Stop(), lambda _doing: _alive(producer, folder))
+        stop = service.Stop()
+        with Inbox(config.Run(producer=address, state_dir=folder), "recipes", stop) as inbox:
+            inbox.wait(stop, lambda _doing: _alive(producer, folder))
             while not inbox.complete():
                 _alive(producer, folder)
                 inbox.news()

@@ -74,20 +74,24 @@ def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, de
     board = Board(settings.state_dir / "status" / f"{folder.name}.json")
     exporter.serve(settings.metrics_port, board, seen.SEEN)
     service.notify(READY="1")
-    with files.held(folder, "--run-dir", LOCK_PATIENCE_S), source(settings, folder.name) as inbox:
+    with files.held(folder, "--run-dir", LOCK_PATIENCE_S), source(settings, folder.name, stop) as inbox:
         board.numbers = inbox.numbers
-        def say(doing: str) -> None:
+        def say(doing: str, ended: bool = False) -> None:
             board.show({"doing": doing, "stream": inbox.line(), "run": str(folder), "run_name": folder.name, "arm": arm.name,
-                        "counters": inbox.counters()}, time.time(), force=board.values.get("doing") != doing)
+                        "counters": inbox.counters(), "ended": ended}, time.time(), force=board.values.get("doing") != doing)
             service.notify(STATUS=f"{doing}; {inbox.line()}", WATCHDOG="1")
+        stop.turn = lambda: say("waiting for a damaged sample to come again")         # the one wait below all that follows (Inbox.mend)
         try:
             ready = prepare(settings, arm, folder, device, inbox, ranks.world, stop, say)
+        except service.Stopped:
+            ready = None
         except UserError:
             ranks.agree(None)                            # so that the others go, too, and say nothing
             ranks.close()
             raise
         ranks.agree(ready and ready.work)
         if ready is None:
+            say("stopped", ended=True)
             return
         made, plan = ready.run, ready.plan
         if ready.work.shard:
@@ -96,9 +100,14 @@ def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, de
                  made.step, plan.steps, f", {ranks.world} ranks" if ranks.world > 1 else "")
         evals = Evals(made, inbox, dtype=ready.work.contract.dtype, every=settings.eval_all)
         offline = Offline(made, ready.samples, ready.embedding, ready.head, max_tokens=plan.max_tokens)
-        Loop(arm=arm, plan=plan, run=made, samples=ready.samples, embedding=ready.embedding, head=ready.head, evals=evals, offline=offline,
-             tick=lambda: tick(inbox, evals), ended=inbox.complete, counters=inbox.counters,
-             stop=stop, board=board, ranks=ranks).go()
+        loop = Loop(arm=arm, plan=plan, run=made, samples=ready.samples, embedding=ready.embedding, head=ready.head, evals=evals, offline=offline,
+                    tick=lambda: tick(inbox, evals), ended=inbox.complete, counters=inbox.counters, stop=stop, board=board, ranks=ranks)
+        try:
+            loop.go()
+        except service.Stopped:
+            if ranks.world > 1:                          # the others are in the middle of a step
+                raise
+            say("stopped", ended=True)                   # a checkpoint was being measured: the state saved last makes it again
     log.info("stopped" if stop else "done")
     if not stop and (left := evals.queue):
         log.warning("real acceptance of %s was not measured: no producer %s; the same command with --producer ADDRESS has it measured",
@@ -140,10 +149,10 @@ def prepare(settings: config.Run, arm: Arm, folder: Path, device: torch.device, 
     return Ready(made, plan, samples, embedding, shortlist.head_of(head, listed), work)
 
 
-def source(settings: config.Run, run_name: str) -> Inbox | Stored:
+def source(settings: config.Run, run_name: str, stop: service.Stop) -> Inbox | Stored:
     if settings.samples and not settings.stored:
         raise UserError("--samples goes with --from: a live stream ends where its producer ends it")
-    return Stored(settings, run_name) if settings.stored else Inbox(settings, run_name)
+    return Stored(settings, run_name) if settings.stored else Inbox(settings, run_name, stop)
 
 
 def settle_end(run: Run, inbox: Inbox | Stored, settings: config.Run) -> None:

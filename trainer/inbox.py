@@ -20,7 +20,7 @@ from common.status import Rate
 from protocol import codec
 from protocol.events import Cursor, LinkDown, LinkUp, Refused, ReportArrived, Welcome
 from protocol.keys import TrainerKeys
-from protocol.store import SampleStore, StoreLocked, should_pause
+from protocol.store import DiskFull, SampleStore, StoreLocked, should_pause
 from protocol.trainer_link import TrainerLink
 from trainer import seen
 from trainer.config import ADDRESS, Run as Settings
@@ -28,7 +28,7 @@ from trainer.config import ADDRESS, Run as Settings
 log = logging.getLogger("inbox")
 CLAIM_EVERY_S = 5.0          # a follower looks this often whether the receiver has ended
 REFRESH_EVERY_S = 1.0
-MEND_S = 30.0                # a sample that is damaged here is asked for so long
+MEND_S = 30.0                # how often it is said that a sample damaged here has not come again
 STORE, ASSETS = "store", "assets"          # folders of a box's state
 
 
@@ -39,12 +39,14 @@ class Inbox:
 
     ends_at, hopeless = None, False
 
-    def __init__(self, settings: Settings, run_name: str) -> None:
-        self._settings, self._run_name, self._address = settings, run_name, settings.producer or ADDRESS
+    def __init__(self, settings: Settings, run_name: str, stop: service.Stop) -> None:
+        """stop: asked at each turn of a wait (mend)."""
+        self._settings, self._run_name, self._address, self._stop = settings, run_name, settings.producer or ADDRESS, stop
         self._folder, self._assets = settings.state_dir / STORE, settings.state_dir / ASSETS
         self._assets.mkdir(parents=True, exist_ok=True)
         self._keys = TrainerKeys(settings.keys) if settings.keys else None
         self._looked = self._refreshed = 0.0
+        self._later: list[LinkUp | LinkDown | ReportArrived] = []           # heard during a wait in mend
         self._received = Rate()
         try:
             store = SampleStore(self._folder)
@@ -115,6 +117,10 @@ class Inbox:
 
     def news(self) -> list[LinkUp | LinkDown | ReportArrived]:
         """What the link has to say since the last call; also the box's own housekeeping.  Raises UserError, or a link's fault."""
+        found, self._later = self._later + self._heard(), []
+        return found
+
+    def _heard(self) -> list[LinkUp | LinkDown | ReportArrived]:
         now, found = time.monotonic(), heard(self.link, self._address)
         if self.receiving:
             return found
@@ -127,17 +133,19 @@ class Inbox:
         return found
 
     def mend(self, seq: int, found: CorruptError) -> None:
-        """Fetch a stored sample again that is damaged here; it is whole on return.  Raises UserError with what to do where it cannot be."""
+        """Fetch a stored sample again that is damaged here; it is whole on return.  A producer that is away and a full disk are waited for.
+
+        Raises UserError with what to do where the producer has it no more, or refuses this box; service.Stopped."""
         log.warning("%s; asking the producer for it again", found)
-        end, why = time.monotonic() + MEND_S, f"{self._address} did not answer within {MEND_S:.0f} s: start the producer, then this again"
-        while time.monotonic() < end:
-            self.link.raise_if_failed()
-            service.beat()
+        why, said = f"{self._address} does not answer", time.monotonic()
+        while True:
+            self._stop.check()
+            self._later += self._heard()
             data = self.link.again(seq, 1.0)
             if data == b"":
-                why = (f"the producer does not have it any more: train on the samples before it with --from {self._folder} --samples "
-                       f"{seq - self.store.first}, or move that folder away to receive anew what the producer has")
-                break
+                raise UserError(f"sample {seq} of {self._folder} is damaged, and the producer does not have it any more: train on the samples "
+                                f"before it with --from {self._folder} --samples {seq - self.store.first}, or move that folder away to receive "
+                                "anew what the producer has")
             try:
                 if data is not None:
                     check_shape(codec.verify(data), self.store.contract)
@@ -145,10 +153,12 @@ class Inbox:
                     self.mended += 1
                     log.warning("sample %d came again and is whole", seq)
                     return
-            except (CorruptError, OSError) as error:             # on its way, or the disk
-                why = f"what came again could not be stored: {error}"
-                time.sleep(0.5)
-        raise UserError(f"sample {seq} of {self._folder} is damaged, and {why}")
+            except (CorruptError, DiskFull) as error:            # damaged on its way, too
+                why = f"what came again could not be stored ({error})"
+                self._stop.wait(0.5)
+            if time.monotonic() - said > MEND_S:
+                said = time.monotonic()
+                log.warning("sample %d is damaged here, and %s; waiting", seq, why)
 
     def _keep_budget(self) -> None:
         """At each sample, on the link's thread: beyond the budget comes what was granted before, the window at most."""

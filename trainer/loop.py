@@ -85,7 +85,12 @@ class Loop:
                 self._say("waiting for samples", stream)
                 self.stop.wait(0.2)
                 continue
-            self._step(wanted)
+            try:
+                self._step(wanted)
+            except service.Stopped:                                  # a damaged sample was awaited: of this step nothing is done
+                if self.ranks.world > 1:                     # by this rank; the others are in the middle of it
+                    raise
+                break
             self._say("training", stream)
             if self.run.step % self.plan.eval_every == 0 or self.run.step == self.plan.steps:
                 self._checkpoint()

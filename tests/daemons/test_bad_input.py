@@ -205,6 +205,30 @@ def test_an_unreachable_producer_is_said_and_tried_again(call, monkeypatch, capl
     assert f"{address}: no answer for" in caplog.text and "connecting again" in caplog.text
 
 
+def test_a_damaged_sample_waits_for_a_producer_that_is_away(call, boxes, monkeypatch, caplog, tmp_path):
+    """No mistake, and so no exit code 2, after which systemd would leave it down: a stop ends it, or the producer's return."""
+    monkeypatch.setattr(trainer.inbox, "TrainerLink", functools.partial(TrainerLink, timing=Timing(interval=0.1, limit=0.4)))
+    address, state = f"tcp://127.0.0.1:{free_port()}", tmp_path / "state"
+    shutil.copytree(boxes["one"], state)
+    sample = state / "store" / "000000000000.hs"
+    sample.write_bytes(sample.read_bytes()[:-9])
+    run = ["run", "--producer", address, "--state-dir", state, "--run-dir", tmp_path / "run", *TRAIN]
+    caplog.set_level(logging.INFO)
+    def said() -> dict:
+        board = state / "status" / "run.json"
+        return json.loads(board.read_text()) if board.exists() else {}
+    with monkeypatch.context() as once:
+        once.setattr(Stop, "enough", lambda _self: said().get("doing") == "waiting for a damaged sample to come again")
+        assert call("hstrain", *run) == (0, "")
+    assert said()["doing"] == "stopped" and said()["ended"] and "asking the producer for it again" in caplog.text
+    shutil.copytree(boxes["one"] / "store", tmp_path / "theirs")
+    with (SampleStore(tmp_path / "theirs") as store,
+          ProducerLink(address, store, store.contract, {}, cursors=tmp_path / "subscribers.json", inbox_dir=tmp_path / "inbox"), monkeypatch.context() as once):
+        once.setattr(Stop, "enough", lambda _self: len(list((tmp_path / "run" / "checkpoints").glob("step-*"))) == 1)
+        assert call("hstrain", *run) == (0, "")
+    assert "sample 0 came again and is whole" in caplog.text and sample.read_bytes() == (boxes["one"] / "store" / sample.name).read_bytes()
+
+
 @pytest.mark.parametrize("command", [["hsprod", "serve", "--target", "embedded"], ["hstrain", "run"]])
 def test_a_device_and_a_state_folder_that_are_not_there(complain, command, tmp_path):
     assert "--device banana: choose auto, cpu" in complain(*command, "--device", "banana")

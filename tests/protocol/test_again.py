@@ -4,9 +4,10 @@ import hashlib
 
 import pytest
 
+from common import service
 from common.errors import CorruptError, PeerError, UserError
 from protocol import events as e
-from protocol.events import Cursor, LinkUp, Refused
+from protocol.events import Cursor, LinkDown, LinkUp, Refused
 from protocol.peer_session import judge
 from protocol.rules import State
 from protocol.store import SampleStore
@@ -120,12 +121,14 @@ def test_the_answer_to_a_question_that_was_given_up_is_not_taken_for_this_one(ad
     assert link.again(4, 5.0) == b"four"
 
 
-def test_a_trainers_inbox_mends_its_store_or_says_what_to_do(serve, address, tmp_path, kept, monkeypatch, caplog):
+@pytest.mark.parametrize("stops", [False, True])
+def test_a_trainers_inbox_mends_its_store_waits_or_says_what_to_do(serve, address, tmp_path, kept, monkeypatch, caplog, stops):
     from trainer import inbox
     from trainer.config import Run
     producer = serve(kept, contract=samples.CONTRACT)
     monkeypatch.setattr(inbox, "TrainerLink", _quick(inbox.TrainerLink))
-    with inbox.Inbox(Run(producer=address, state_dir=tmp_path / "t"), "r") as box:
+    stop = service.Stop()
+    with inbox.Inbox(Run(producer=address, state_dir=tmp_path / "t"), "r", stop) as box:
         wait_for(lambda: box.store.next == 4, box.link, producer)
         spoil(box.store, 2)
         with pytest.raises(CorruptError) as found:
@@ -137,8 +140,25 @@ def test_a_trainers_inbox_mends_its_store_or_says_what_to_do(serve, address, tmp
             box.mend(1, found.value)
         producer.close()
         monkeypatch.setattr(inbox, "MEND_S", 0.1)
-        with pytest.raises(UserError, match=f"{address} did not answer within 0 s: start the producer, then this again"):
-            box.mend(2, found.value)
+        spoil(box.store, 3)
+        turns = []
+        def turn() -> None:
+            """The producer is away for three turns of the wait; then it is back, or this trainer is to stop."""
+            turns.append(1)
+            if len(turns) == 3:
+                assert f"sample 3 is damaged here, and {address} does not answer; waiting" in caplog.text
+                if stops:
+                    stop.set()
+                else:
+                    serve(kept, contract=samples.CONTRACT)
+        stop.turn = turn
+        if stops:
+            with pytest.raises(service.Stopped):
+                box.mend(3, found.value)
+        else:
+            box.mend(3, found.value)
+            assert box.store.read(3) == samples.sample(3) and box.mended == 2 and len(turns) >= 3
+            assert [type(item) for item in box.news()][-2:] == [LinkDown, LinkUp], "what the link said during the wait is not lost"
 
 
 def _quick(link):

@@ -111,7 +111,7 @@ def test_a_trainers_store_stops_at_its_budget_and_takes_the_rest_with_a_larger_o
         for seq in range(20):
             store.append(seq, data(store, seq, 2000))
         def box(budget: float) -> inbox.Inbox:
-            return inbox.Inbox(Run(producer=address, state_dir=tmp_path / "t", disk_budget=budget, credit=1), "r")
+            return inbox.Inbox(Run(producer=address, state_dir=tmp_path / "t", disk_budget=budget, credit=1), "r", service.Stop())
         with ProducerLink(address, store, CONTRACT.to_dict(), {}, cursors=tmp_path / "subscribers.json", inbox_dir=tmp_path / "inbox") as link:
             with box(0.001) as here:
                 def stopped() -> bool:

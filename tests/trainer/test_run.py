@@ -4,7 +4,7 @@ import json
 import pytest
 import torch
 
-from common import metrics
+from common import metrics, service
 from common.drafter import checkpoint
 from common.errors import UserError
 from trainer.run import Run
@@ -76,6 +76,29 @@ def test_a_kill_between_saves_goes_back_to_the_last_one_and_ends_the_same(tmp_pa
     assert_same(weights(second.run), expected)
     rows = metrics.read(tmp_path / "run" / "metrics.jsonl", "step")
     assert [row["step"] for row in rows] == [10, 20]
+
+
+def test_a_stop_while_a_damaged_sample_is_awaited_keeps_the_steps_taken(tmp_path):
+    expected, stop = whole(tmp_path), service.Stop()
+
+    class Awaited(Listed):
+        """From the 30th reading on one is damaged, and the producer away: inbox.Inbox.mend waits, and is told to stop."""
+
+        reads = 0
+
+        def __getitem__(self, index):
+            self.reads += 1
+            if self.reads == 30:
+                stop.set()
+                stop.check()
+            return super().__getitem__(index)
+    first = loop(tmp_path / "run", steps=20, samples=Awaited(SAMPLES), stop=stop)
+    first.go()
+    assert first.run.step % 5, "not a step after which it would have saved anyway"
+    second = loop(tmp_path / "run", steps=20, samples=SAMPLES)
+    assert second.run.step == first.run.step
+    second.go()
+    assert_same(weights(second.run), expected)
 
 
 @pytest.mark.parametrize("arm", ["kl_mixed_uniform", "vp_mixed"])
