@@ -8,6 +8,7 @@ import logging
 import queue
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -169,7 +170,7 @@ class Loop:
             self.link.raise_if_failed()
             self.link.set_ended(self.production.ended)
             try:
-                if not (self.evaluate() or self.produce()):
+                if not (self.evaluate() or self.mend() or self.produce()):
                     self.say("all prompts are answered; waiting for checkpoints" if self.production.ended else "paused: " + self.why_paused())
                     self.stop.wait(0.1)
             except service.Stopped:
@@ -205,19 +206,35 @@ class Loop:
         if self.paused:
             return False
         self.say("answering prompts")
+        made = self._stored(self.production.step)
+        if made:
+            self.link.samples_ready()
+        return made is not None
+
+    def mend(self) -> bool:
+        """One sample that a trainer needs and that is damaged here, made again."""
+        needed = self.link.needed()
+        if not needed:
+            return False
+        self.say(f"making sample {needed[0]} again", force=True)
+        made = self._stored(lambda: self.production.mend(needed[0]))
+        if made is not None:
+            (self.link.made_again if made else self.link.lost)(needed[0])
+        return made is not None
+
+    def _stored(self, make: Callable[[], int]) -> int | None:
+        """What `make` says; None while the disk is full: what it has made waits."""
         try:
-            made = self.production.step()
+            made = make()
         except DiskFull as error:
             if not self._disk_full:
                 log.error("%s; what is made waits, and is tried again", error)
             self._disk_full = True
-            return False
+            return None
         if self._disk_full:
             log.warning("the disk has room again: production goes on")
         self._disk_full = False
-        if made:
-            self.link.samples_ready()
-        return True
+        return made
 
     def make_room(self) -> None:
         """Free what every known trainer has, oldest first, when the budget is nearly used; then decide whether to pause."""
@@ -253,7 +270,7 @@ class Loop:
 
     def counters(self, link: dict) -> dict:
         """As seen.COUNTED names them: the link's, the captures', the store's."""
-        made = {f"captures_{name}": self.production.counters[name] for name in ("refused", "too_long")}
+        made = {f"captures_{name}": self.production.counters[name] for name in ("refused", "too_long", "made_again")}
         return link | made | {"corrupt": self.store.corrupt}
 
     @property

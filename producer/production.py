@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from common.capture import Capture
 from common.contract import ExtractionContract
 from common.errors import CaptureError
 from common.service import Stop
@@ -29,7 +31,7 @@ ENCODERS = 2                 # threads; one keeps up with the target, two hide a
 
 @dataclass
 class Production:
-    """counters: samples, tokens, raw_bytes, bytes, refused, too_long."""
+    """counters: samples, tokens, raw_bytes, bytes, refused, too_long, made_again."""
 
     target: Target
     contract: ExtractionContract
@@ -44,6 +46,7 @@ class Production:
         self._encoders = ThreadPoolExecutor(ENCODERS, thread_name_prefix="encode")
         self._made: list[tuple[int, bytes]] = []              # encoded, waiting for the disk
         self._begin: tuple[int, list[int], int] | None = None   # Progress.begin's words for them, until it is durable
+        self._mended: tuple[int, bytes] | None = None         # as _made, of mend
         self._orders: dict[int, list[Prompt]] = {}
 
     @property
@@ -64,10 +67,43 @@ class Production:
             count += 1
         return count
 
+    def mend(self, seq: int) -> bool:
+        """Make a sample that was found damaged here again, from its own prompt; False, and said, where that cannot be.
+
+        An answer that was decoded in a batch may come out otherwise alone.  Raises DiskFull (call again later), Stopped.
+        """
+        if self._mended is None or self._mended[0] != seq:
+            item = self.progress.item_of(seq)
+            made = [] if item is None else [capture for _, capture in self._captures(range(item, item + 1))]
+            if not made:
+                log.error("sample %d cannot be made again: %s", seq, "which prompt it was made of is not known any more" if item is None
+                          else "its prompt gives none now")
+                return False
+            self._mended = seq, codec.encode(made[0], stream=self.store.stream, seq=seq, contract=self.contract.hash)
+        self.store.restore(*self._mended)
+        self._mended = None
+        self.counters["made_again"] += 1
+        log.warning("sample %d was damaged here and is made again", seq)
+        return True
+
     def _make(self) -> None:
         items = range(self.progress.item, min(self.progress.item + self.settings.batch, len(self.prompts) * self.settings.passes))
-        chosen = [self._prompt(item) for item in items]
         kept, jobs = [], []
+        for item, capture in self._captures(items):
+            seq = self.store.next + len(kept)
+            kept.append(item)
+            jobs.append((seq, self._encoders.submit(codec.encode, capture, stream=self.store.stream, seq=seq, contract=self.contract.hash)))
+            self.counters["tokens"] += capture.tokens
+            self.counters["raw_bytes"] += capture.taps.nbytes + capture.final.nbytes
+        made = [(seq, job.result()) for seq, job in jobs]
+        self._begin = self.store.next, kept, items[-1] + 1
+        self.counters["samples"] += len(made)
+        self.counters["bytes"] += sum(len(data) for _, data in made)
+        self._made = made
+
+    def _captures(self, items: range) -> Iterator[tuple[int, Capture]]:
+        """Those of the items that give one."""
+        chosen = [self._prompt(item) for item in items]
         for item, prompt, (ids, mask) in zip(items, chosen, self._texts(items, chosen)):
             self.stop.check()
             if len(ids) > self.settings.max_tokens:
@@ -79,17 +115,8 @@ class Production:
             except CaptureError as error:
                 self.counters["refused"] += 1
                 log.error("prompt %s: capture refused: %s", prompt.id[:12], error)
-                continue
-            seq = self.store.next + len(kept)
-            kept.append(item)
-            jobs.append((seq, self._encoders.submit(codec.encode, capture, stream=self.store.stream, seq=seq, contract=self.contract.hash)))
-            self.counters["tokens"] += capture.tokens
-            self.counters["raw_bytes"] += capture.taps.nbytes + capture.final.nbytes
-        made = [(seq, job.result()) for seq, job in jobs]
-        self._begin = self.store.next, kept, items[-1] + 1
-        self.counters["samples"] += len(made)
-        self.counters["bytes"] += sum(len(data) for _, data in made)
-        self._made = made
+            else:
+                yield item, capture
 
     def _prompt(self, item: int) -> Prompt:
         number, place = divmod(item, len(self.prompts))

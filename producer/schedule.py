@@ -13,7 +13,7 @@ from common.files import no_room, write_whole
 from producer.prompts import Prompt
 from protocol.store import DiskFull
 
-KEPT = 1024                  # samples back; a few kilobytes, written at every batch
+KEPT = 65536                 # samples back; half a megabyte, written at every batch
 
 
 def order(prompts: list[Prompt], number: int) -> list[Prompt]:
@@ -36,6 +36,10 @@ class Progress:
         if held.get("prompts") == prompts:
             self._items = dict(enumerate(held["items"], held["first_seq"]))
             self.item = self._items.get(next_seq, held["after"])
+
+    def item_of(self, seq: int) -> int | None:
+        """Of a sample made before; None where that is too long ago, or was with another prompt list."""
+        return self._items.get(seq)
 
     def begin(self, first_seq: int, items: list[int], after: int) -> None:
         """items[i] will be appended as first_seq + i; `after` is the item that follows the batch.  DiskFull: call it again later."""

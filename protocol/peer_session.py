@@ -31,7 +31,7 @@ class StreamFacts:
 
 class PeerSession:
     """The producer's end of one trainer.  counters: samples, bytes (sent), again (samples sent once more), stale_chunks (of an
-    offer replaced meanwhile)."""
+    offer replaced meanwhile).  unread: a sample that it waits for once more and that cannot be read here; the shell takes note and sets None."""
 
     def __init__(self, facts: StreamFacts, *, timing: Timing, read_sample: ReadSample, read_chunk: ReadChunk, now: float) -> None:
         """read_chunk serves assets by the key (sha256,)."""
@@ -42,6 +42,7 @@ class PeerSession:
         self._next, self._acked = 0, -1                          # to be sent next; durable there
         self._ahead: bytes | None = None                         # sample _next, read and not yet sendable
         self._again: int | None = None                           # asked for once more
+        self.unread: int | None = None
         self._sent = self._total = 0                             # bytes sent and granted since the Welcome
         self._in_flight: deque[int] = deque()                    # sizes of samples _acked+1.._next-1
         self._pulled: str | None = None                          # the offer being pulled
@@ -115,8 +116,8 @@ class PeerSession:
             if c.asked:
                 get = c.asked.popleft()
                 out.append(c.said(AssetData(get.sha256, get.offset, self._read_chunk((get.sha256,), get.offset, get.length))))
-            if self._again is not None:
-                out.append(c.said(SampleAgain(self._again, self._once_more(self._again))))
+            if self._again is not None and (data := self._once_more(self._again)) is not None:
+                out.append(c.said(SampleAgain(self._again, data)))
                 self._again = None
             if (data := self._next_sample()) is not None:
                 out.append(c.said(SampleData(self._next, data)))
@@ -141,6 +142,12 @@ class PeerSession:
         while offer.offer in self._replaced:
             self._replaced.remove(offer.offer)
         self._c.pulls = {(offer.offer, f.name): Pull(f.size, have[f.name]) for f in offer.files if have[f.name] < f.size}
+
+    def lost(self, seq: int) -> None:
+        """That sample is damaged here and cannot be made again: said to the trainer, where it waits for it."""
+        if self._again == seq:
+            self._c.waiting.append(SampleAgain(seq, b""))
+            self._again = None
 
     def report(self, offer: str, result: dict, error: str | None) -> None:
         self._c.waiting.append(Report(offer, result, error and clip(error)))
@@ -175,12 +182,14 @@ class PeerSession:
             return None
         return None if hashlib.sha256(data).hexdigest() == hello.newest else Refuse(other_sample(seq), ())
 
-    def _once_more(self, seq: int) -> bytes:
-        """b"" where it cannot be given: that trainer must be told, not dropped."""
+    def _once_more(self, seq: int) -> bytes | None:
+        """b"" where it is here no more: that trainer must be told, not dropped.  None, and named in `unread`, where it cannot be read now:
+        the question waits."""
         try:
             data = self._read_sample(seq) if self._first <= seq < self._end else b""
         except HsdraftError:
-            data = b""
+            self.unread = seq
+            return None
         self.counters["again"] += bool(data)
         return data
 

@@ -33,7 +33,9 @@ LOOK_EVERY = 1.0             # seconds between looks at what a person has change
 
 
 class Unreadable(HsdraftError):
-    """This box's own store or asset cannot be read: the trainer that needs it must wait for a person here."""
+    """This box's own store or asset cannot be read: the trainer that needs it waits, for a sample to be made again or for a person here."""
+
+    sample: int | None = None
 
 
 @dataclass
@@ -67,6 +69,8 @@ class ProducerLink:
         self._offers = Offers(inbox_dir)
         self.inbox = self._offers.inbox
         self._peers: dict[bytes, _Peer] = {}
+        self._needed: set[int] = set()                               # both touched by two threads, one operation at a time
+        self._lost: set[int] = set()
         self._ended, self._sent = False, 0                           # bytes of samples over links that have ended
         self.counters: Counter[str] = Counter()
         self._worker = Worker("producer-link", self._run)
@@ -105,6 +109,21 @@ class ProducerLink:
         if ended != self._ended:
             self._ended = ended
             self._worker.bell.ring()
+
+    def needed(self) -> list[int]:
+        """Samples that a trainer needs and that cannot be read here, ascending; each until made_again() or lost()."""
+        return sorted(self._needed.copy())
+
+    def made_again(self, seq: int) -> None:
+        """The store has that sample whole."""
+        self._needed.discard(seq)
+        self._worker.bell.ring()
+
+    def lost(self, seq: int) -> None:
+        """It cannot be made again: a trainer that asks for it is told so, one that still lacks it is refused until a person decides."""
+        self._lost.add(seq)
+        self._needed.discard(seq)
+        self._worker.bell.ring()
 
     def report(self, ready: CheckpointReady, *, result: dict | None = None, error: str | None = None) -> None:
         """Answer a checkpoint, now or when its trainer is back.  LocalError where the result is no JSON or too large."""
@@ -283,13 +302,25 @@ class ProducerLink:
                     self._remove(identity)
                     return False
                 peer.pending.extend(encode(m) for m in peer.session.to_send(now))
+                if peer.session.unread is not None:
+                    self._need(peer, peer.session.unread, f"sample {peer.session.unread}, damaged on both boxes")
+                    peer.session.unread = None
                 if not peer.pending:
                     return False
             return True
         except Unreadable as error:
-            self._count("unreadable", "%s needs what this box cannot read: %s", peer.name, error)
+            self._need(peer, error.sample, error)
             self._drop(identity, peer, str(error))
             return False
+
+    def _need(self, peer: _Peer, seq: int | None, why: object) -> None:
+        """That trainer needs what cannot be read here: sample seq, or (None) an asset."""
+        if seq not in self._needed:                                  # else it is being made again, and was said
+            self._count("unreadable", "%s needs what this box cannot read: %s", peer.name, why)
+        if seq in self._lost:
+            peer.session.lost(seq)
+        elif seq is not None:
+            self._needed.add(seq)
 
     def _offered(self, peer: _Peer, offer: CheckpointOffer) -> None:
         peer.offered.append(offer.offer)
@@ -322,7 +353,9 @@ class ProducerLink:
         try:
             return self._store.read(seq)
         except (HsdraftError, OSError, KeyError) as error:
-            raise Unreadable(f"sample {seq}: {error}") from error
+            unreadable = Unreadable(f"sample {seq}: {error}")
+            unreadable.sample = seq
+            raise unreadable from error
 
     def _read_chunk(self, key: tuple[str, ...], offset: int, length: int) -> bytes:
         try:

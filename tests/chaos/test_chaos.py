@@ -27,9 +27,15 @@ def test_a_seed_is_a_schedule():
 def test_the_comparison_sees_one_number(tmp_path):
     from tests.trainer.small import captures, stored
     true, same, other = (stored(tmp_path / name, captures(4, seed), stream=name * 32) / "store" for name, seed in (("a", 0), ("b", 0), ("c", 1)))
-    assert compare(true, same) == 4
+    assert compare(true, same) == (4, 0)
     with pytest.raises(Failed, match="sample 0: ids is not"):
         compare(true, other)
+    data = (same / f"{1:012d}.hs").read_bytes()
+    (same / f"{1:012d}.hs").write_bytes(data[:-1])
+    assert compare(true, same, {1, 2}) == (3, 1)
+    with pytest.raises(Failed, match="000000000001.hs: "):
+        compare(true, same, {2})
+    (same / f"{1:012d}.hs").write_bytes(data)
     (same / f"{3:012d}.hs").unlink()
     with pytest.raises(Failed, match="samples 0 to 2, the truth has 0 to 3"):
         compare(true, same)
@@ -39,7 +45,7 @@ def test_the_comparison_sees_one_number(tmp_path):
 def test_a_short_storm(tmp_path):
     if why := why_not():
         pytest.skip(why)
-    words = ["--faults", "10", "--seed", "5", "--prompts", "100", "--folder", str(tmp_path / "storm")]
+    words = ["--faults", "12", "--seed", "5", "--prompts", "100", "--folder", str(tmp_path / "storm")]
     done = subprocess.run([sys.executable, "-m", "tests.chaos.run", *words], cwd=ROOT, capture_output=True, text=True, env=os.environ | {"COLUMNS": "120"})
     print(done.stdout)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]

@@ -2,7 +2,7 @@
 import pytest
 import tiny
 
-from common.errors import CaptureError
+from common.errors import CaptureError, CorruptError
 from common.service import Stop, Stopped
 from producer import schedule
 from producer.config import Serve
@@ -76,6 +76,54 @@ def test_a_full_disk_keeps_the_batch_and_goes_on_where_it_was(tmp_path, target, 
         production.step()
     assert sorted(box.prompts()) == sorted(p.id for p in PROMPTS) and box.store.duplicates == 0
     assert production.counters["samples"] == len(PROMPTS)
+
+
+def spoil(store: SampleStore, seq: int) -> None:
+    """As a disk does; found by the next reading."""
+    data = store.path(seq).read_bytes()
+    store.path(seq).write_bytes(data[:-7])
+    with pytest.raises(CorruptError):
+        store.read(seq)
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_a_damaged_sample_is_made_again_from_its_own_prompt(tmp_path, target, monkeypatch, restarted):
+    """In the middle, under its number, to the bit; also where production has long ended."""
+    box = Box(tmp_path, target)
+    production = box.open()
+    while not production.ended:
+        production.step()
+    before, prompts = box.store.read(3), box.prompts()
+    spoil(box.store, 3)
+    if restarted:
+        box.store.close()
+        production = box.open()
+        assert production.ended and box.store.next == len(PROMPTS)
+    real, full = box.store.restore, [True]
+    def restore(seq, data):
+        if full.pop():
+            raise DiskFull("no space")
+        return real(seq, data)
+    monkeypatch.setattr(box.store, "restore", restore)
+    with pytest.raises(DiskFull):
+        production.mend(3)
+    full.append(False)
+    monkeypatch.setattr(target, "capture", None)                     # it is made already
+    assert production.mend(3) and production.counters["made_again"] == 1
+    assert box.store.read(3) == before and box.prompts() == prompts and not list(box.store.folder.glob("*.corrupt"))
+
+
+def test_one_whose_prompt_is_not_known_any_more_is_lost_and_said(tmp_path, target, monkeypatch, caplog):
+    monkeypatch.setattr(schedule, "KEPT", 4)
+    box = Box(tmp_path, target)
+    production = box.open()
+    while not production.ended:
+        production.step()
+    spoil(box.store, 1)
+    box.store.close()
+    production = box.open()
+    assert not production.mend(1) and "sample 1 cannot be made again: which prompt it was made of is not known any more" in caplog.text
+    assert production.counters["made_again"] == 0
 
 
 def test_no_room_for_the_progress_file_is_a_full_disk_too(tmp_path, target, monkeypatch):

@@ -52,14 +52,25 @@ def test_what_the_producer_does_not_have_is_said(seq, first):
     assert ends.events[-1] == e.AgainArrived(seq, b"") and ends.producer.counters["again"] == 0
 
 
-def test_one_that_the_producer_cannot_read_either_is_said_and_no_link_is_lost():
+@pytest.mark.parametrize("lost", [False, True])
+def test_one_that_the_producer_cannot_read_either_waits_until_it_is_made_again_or_lost(lost):
     ends = streaming()
+    read = ends.producer._read_sample
     def broken(seq: int) -> bytes:
         raise CorruptError(f"sample {seq} was put aside")
     ends.producer._read_sample = broken
+    before = len(ends.events)
     ends.trainer.again(2)
     ends.flow()
-    assert ends.events[-1] == e.AgainArrived(2, b"") and ends.producer.state is State.STREAMING
+    assert len(ends.events) == before and ends.producer.unread == 2 and ends.producer.state is State.STREAMING
+    ends.producer.lost(3)
+    if lost:
+        ends.producer.lost(2)
+    else:
+        ends.producer._read_sample = read
+    ends.flow()
+    assert ends.events[before:] == [e.AgainArrived(2, b"" if lost else DATA[2])]
+    assert ends.trainer.again(1), "the question is answered: another may be asked"
 
 
 def test_what_neither_end_may_say():

@@ -262,10 +262,13 @@ def test_a_sample_that_cannot_be_read_is_told_and_the_link_lives(serve, address,
     producer = serve(store)
     with box.link as link:
         assert "sample 2 is not here" in news(link, LinkDown).reason
-        assert [seq for seq, _ in box.samples] == [0, 1] and producer.snapshot()["counters"]["unreadable"] >= 1
+        assert [seq for seq, _ in box.samples] == [0, 1] and producer.snapshot()["counters"]["unreadable"] == 1
+        assert producer.needed() == [2]
         store.data[2] = b"repaired"
         del store.data[9]
+        producer.made_again(2)
         wait_for(lambda: len(box.samples) == 4, link, producer)
+        assert producer.needed() == []
 
 
 # ---- offers on disk
