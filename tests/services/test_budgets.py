@@ -86,7 +86,7 @@ def test_a_trainer_that_never_comes_back_is_named_with_its_bytes_and_let_go_by_f
     box = Box(producer.address, tmp_path)
     with box.link as link:
         until_paused(producer)
-        wait_for(lambda: len(box.samples) == producer.store.next, link, producer.link)
+        wait_for(lambda: producer.link.snapshot()["peers"]["box"]["acked"] == producer.store.next - 1, link, producer.link)
         for _ in range(5):
             assert not producer.produce(), "however often it is tried"
         assert producer.why_paused() == "disk budget used up; waiting for old (at 2)"
