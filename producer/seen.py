@@ -39,6 +39,7 @@ COUNTED = {
     "refused": "connections refused: another stream, target or version", "refused_names": "connections refused: the name is another's",
     "refused_keys": "connections refused: the key is not allowed", "revoked": "links ended: their key is no longer allowed",
     "key_list_errors": "times the list of allowed keys could not be read", "malformed": "links dropped: what came was no message of ours",
+    "unended": "connections closed: a message without an end",
     "strangers": "messages of somebody who had not said Hello", "replaced_links": "links replaced by a newer one of the same name",
     "forgotten": "trainers forgotten, as asked"}
 SEEN = Seen("hsprod", (), NUMBERS, {"trainers": ("trainer", TRAINER)}, COUNTED)

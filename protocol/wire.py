@@ -19,6 +19,7 @@ from common import service
 from common.errors import UserError
 from protocol.frames import MAX_FROM_PRODUCER, MAX_FROM_TRAINER
 from protocol.keys import ProducerKeys, TrainerKeys, zap_reply
+from protocol.unended import Unended
 
 log = logging.getLogger("link")
 QUEUED = 64                  # messages libzmq may hold per peer and direction
@@ -28,9 +29,10 @@ BATCH = 64                   # messages taken before anything else is looked at
 # What one peer can make the producer hold, whatever it does, reads or does not read, and acknowledges:
 #   to it     QUEUED_BYTES, or one larger sample alone; QUEUED messages that pyzmq copies, of COPIED at most; and what waits for room: one
 #             sample, one that it asked for again, one chunk, and reports of 1 MiB, at most 48 (producer_link makes no more before they are gone)
-#   from it   QUEUED messages of two frames of MAX_FROM_TRAINER, BATCH more of them taken, one frame that is not whole
-# That is 32 + 4 + 1 + 48 MiB and two samples; 128 + 128 + 1 MiB.  The kernel has 4 to 6 MiB a socket beside it.  A peer that does not end its
-# handshake is cut by libzmq after 30 s and holds one frame until then; not bounded is a message of ever more frames (README.md).
+#   from it   QUEUED messages of two frames of MAX_FROM_TRAINER, BATCH more of them taken, one message that is not whole, of UNENDED
+# That is 32 + 4 + 1 + 48 MiB and two samples; 128 + 128 + 256 MiB.  The kernel has 4 to 6 MiB a socket beside it.  A peer that does not end its
+# handshake is cut by libzmq after 30 s and holds one frame until then.
+UNENDED = 256 << 20          # bytes that may come on a connection without a whole message: honest queues hold 128 MiB, the kernel some more
 SEALED = 64                  # bytes, 33 of them used: what CURVE makes a frame longer, and the limit is held against it as it comes
 COPIED = zmq.COPY_THRESHOLD  # bytes: shorter frames are copied, longer ones lent to libzmq until they are sent
 
@@ -125,7 +127,7 @@ class Worker:
 
 
 class Listener:
-    """ROUTER bound to address, in a context of its own.  counters: refused_keys, key_list_errors."""
+    """ROUTER bound to address, in a context of its own.  counters: refused_keys, key_list_errors, unended."""
 
     def __init__(self, address: str, keys: ProducerKeys | None, *, insecure: bool, bell: Doorbell) -> None:
         """Raises UserError: port taken, address wrong, or open to a network without keys."""
@@ -137,6 +139,7 @@ class Listener:
         self._keys, self._context = keys, zmq.Context()
         self._lent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}             # by peer: buffers that libzmq holds
         self._router, self._zap = self._context.socket(zmq.ROUTER), None
+        self._unended = Unended(self._router, UNENDED)
         _limit(self._router, MAX_FROM_TRAINER)
         self._router.setsockopt(zmq.ROUTER_MANDATORY, 1)                 # a peer that is gone is an error, not silence
         try:
@@ -161,11 +164,14 @@ class Listener:
         ready = dict(self._poller.poll(seconds * 1000))
         if self._zap in ready:
             self._answer_zap()
-        if self._router not in ready:
-            return []
+        taken = _take(self._router) if self._router in ready else []
+        for parts in taken:
+            self._unended.whole(parts[-1])
+        if shut := self._unended.shut():
+            self.counters["unended"] += shut
+            log.warning("%d MiB came without the end of a message: connection closed", UNENDED >> 20)
         keyed = self._keys is not None
-        return [(parts[0].bytes, parts[0].get("User-Id") if keyed else None, [part.bytes for part in parts[1:]])
-                for parts in _take(self._router)]
+        return [(parts[0].bytes, parts[0].get("User-Id") if keyed else None, [part.bytes for part in parts[1:]]) for parts in taken]
 
     def send(self, peer: bytes, parts: list[bytes]) -> bool | None:
         """True: queued.  False: the peer's queue is full, try later.  None: the peer is gone."""
@@ -199,6 +205,7 @@ class Listener:
         return self._keys is None or (key is not None and self._keys.still_allowed(key))
 
     def close(self) -> None:
+        self._unended.close()
         for one in filter(None, (self._router, self._zap)):
             one.close(linger=200)                                        # ms, for a last Bye
         self._context.term()

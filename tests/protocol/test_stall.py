@@ -9,7 +9,7 @@ from collections import Counter, deque
 import pytest
 
 from common.errors import PeerError
-from protocol import events as e
+from protocol import events as e, wire
 from protocol.frames import CHUNK, decode, encode
 from protocol.producer_link import ROUNDS, ProducerLink
 from protocol.rules import MAX_OFFERS, Timing
@@ -165,6 +165,33 @@ def test_one_that_stops_in_the_middle_of_a_message_is_dropped_and_the_trainer_be
 
 def _left(producer: ProducerLink, name: str) -> str:
     return "nothing heard" if not producer.snapshot()["peers"].get(name, {}).get("connected") else ""
+
+
+def test_a_message_of_ever_more_frames_is_cut_and_the_trainer_beside_it_goes_on(serve, address, tmp_path, monkeypatch):
+    """libzmq would keep every frame until the last one is here.  A long checkpoint, whole message by whole message, is no such thing."""
+    monkeypatch.setattr(wire, "UNENDED", 8 << 20)
+    store, most = big_store(8, 1000), 64
+    producer, box = serve(store), Box(address, tmp_path)
+    folder = tmp_path / "ck"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(24 * CHUNK))
+    frame, sent = b"\x03" + CHUNK.to_bytes(8, "big") + bytes(CHUNK), 0    # more to follow, long
+    with box.link as link, socket.create_connection(("127.0.0.1", int(address.rsplit(":", 1)[1]))) as plain:
+        wait_for(lambda: len(box.samples) == 8, link, producer)
+        ready = b"\x05READY\x0bSocket-Type" + (6).to_bytes(4, "big") + b"DEALER"
+        plain.sendall(b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(48) + b"\x04" + bytes([len(ready)]) + ready)
+        link.offer(folder, run="r", step=1, record={})
+        with pytest.raises(OSError):
+            while sent < most:
+                plain.sendall(frame)
+                sent += 1
+        assert 8 <= sent < most and producer.snapshot()["counters"]["unended"] == 1
+        wait_for(lambda: not producer.inbox.empty(), link, producer)
+        for seq in range(8, 40):
+            store.append(seq, b"x")
+            producer.samples_ready()
+        wait_for(lambda: len(box.samples) == 40, link, producer)
+        assert link.up and producer.snapshot()["counters"]["unended"] == 1, "nobody else is cut"
 
 
 def test_a_flood_of_small_messages_is_heard_and_takes_nothing(serve, address, tmp_path, raw):
