@@ -99,6 +99,24 @@ def test_the_real_stores_hold_the_same_bytes_after_restarts_of_both_ends(serve, 
     sent.close()
 
 
+def test_a_clock_that_jumps_days_in_the_middle_changes_nothing(serve, address, tmp_path, monkeypatch):
+    """The wall's; time.monotonic alone decides."""
+    store, box, real = Store(3), Box(address, tmp_path), time.time
+    producer, offset = serve(store), [0.0]
+    monkeypatch.setattr(time, "time", lambda: real() + offset[0])
+    with box.link as link:
+        wait_for(lambda: len(box.samples) == 3, link, producer)
+        news(link, LinkUp)
+        for jump in (3 * 86400.0, -9 * 86400.0, 60.0, -60.0, -real()):         # the last: a box whose clock starts in 1970
+            offset[0] += jump
+            store.append(store.next, b"%d" % store.next)
+            producer.samples_ready()
+            wait_for(lambda: len(box.samples) == store.next and producer.lowest_acked() == store.next - 1, link, producer)
+        time.sleep(2 * TIMING.interval)
+        assert link.up and link.inbox.empty() and producer.snapshot()["peers"]["box"]["connected"], "no link was lost on the way"
+    assert [seq for seq, _ in box.samples] == list(range(8)) and not link.counters.get("malformed")
+
+
 def test_what_all_have_is_dropped_and_a_trainer_from_before_is_refused_by_range(serve, address, tmp_path):
     store, box = Store(6), Box(address, tmp_path)
     producer = serve(store)
