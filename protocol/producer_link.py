@@ -111,8 +111,8 @@ class ProducerLink:
             self._worker.bell.ring()
 
     def needed(self) -> list[int]:
-        """Samples that a trainer needs and that cannot be read here, ascending; each until made_again() or lost()."""
-        return sorted(self._needed.copy())
+        """Samples of the store that a trainer needs and that cannot be read here, ascending; each until made_again() or lost()."""
+        return sorted(seq for seq in self._needed.copy() if seq >= self._store.first)          # who needed an older one was forgotten
 
     def made_again(self, seq: int) -> None:
         """The store has that sample whole."""

@@ -289,6 +289,23 @@ def test_a_sample_that_cannot_be_read_is_told_and_the_link_lives(serve, address,
         assert producer.needed() == []
 
 
+def test_what_was_lost_is_said_and_what_nobody_can_need_any_more_is_not_asked_for(serve, address, tmp_path):
+    store, box = Store(4), Box(address, tmp_path)
+    del store.data[2]
+    store.data[9] = b"keeps next at 4"
+    producer = serve(store)
+    with box.link as link:
+        wait_for(lambda: producer.needed() == [2], link, producer)
+        producer.lost(2)
+        before = producer.snapshot()["counters"]["unreadable"]
+        wait_for(lambda: producer.snapshot()["counters"]["unreadable"] > before, link, producer)
+        assert producer.needed() == [] and len(box.samples) == 2, "said at each try, and made by nobody"
+    producer._needed.add(1)
+    assert producer.needed() == [1]
+    store.drop_below(2)
+    assert producer.needed() == []
+
+
 # ---- offers on disk
 
 def test_a_fetch_resumes_and_newer_offers_clear_older_folders(tmp_path):
