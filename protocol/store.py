@@ -1,13 +1,15 @@
 """Samples on disk, one file each; the producer's box and the trainer's use this same class.
 
 A file appears by rename after fsync, so it is whole or absent; what can still go wrong (a bit flips, somebody cuts it) is found
-by the codec's checksums when it is read.  One process writes, others follow.  Sequence numbers have no holes: each number in
+by the codec's checksums when it is read, or by the disk.  One process writes, others follow.  Sequence numbers have no holes: each number in
 first..next-1 is a sample or was found corrupt and put aside, and then says so when it is asked for.
 Left out: two-level folders (one serves well below a million files; at a megabyte or more a sample the disk ends first), and
 any choice of what to drop (the caller's).
 """
 from __future__ import annotations
 
+import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -15,7 +17,7 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -127,9 +129,10 @@ class SampleStore:
 
         A damaged one is left for who reads it to find."""
         try:
-            data = self.path(self.next - 1).read_bytes()
+            with self._reading(self.next - 1):
+                data = self.path(self.next - 1).read_bytes()
             codec.verify(data)
-        except (FileNotFoundError, CorruptError):
+        except (KeyError, CorruptError):
             return None
         return hashlib.sha256(data).hexdigest()
 
@@ -154,10 +157,8 @@ class SampleStore:
         Raises as read() does, but puts nothing aside: the states were not looked at."""
         self._here(seq)
         try:
-            with self.path(seq).open("rb") as file:
+            with self._reading(seq), self.path(seq).open("rb") as file:
                 return codec.read_text(file, os.fstat(file.fileno()).st_size)
-        except FileNotFoundError:
-            raise KeyError(f"sample {seq} is gone from {self.folder}") from None
         except CorruptError as error:
             raise CorruptError(f"{self.path(seq)}: {error}") from None
 
@@ -170,16 +171,26 @@ class SampleStore:
     def _read(self, seq: int, use: Callable) -> object:
         self._here(seq)
         try:
-            data = self.path(seq).read_bytes()
-        except FileNotFoundError:                                   # dropped by the writer since this follower looked
-            raise KeyError(f"sample {seq} is gone from {self.folder}") from None
-        try:
+            with self._reading(seq):
+                data = self.path(seq).read_bytes()
             result, says = use(data)
             self._belongs(seq, says)
         except CorruptError as error:
             self._put_aside(seq)
             raise CorruptError(f"{self.path(seq)}: {error}") from None
         return result
+
+    @contextlib.contextmanager
+    def _reading(self, seq: int) -> Iterator[None]:
+        """What a file's reading can raise: a sector that the disk cannot give any more is a damaged sample, as a flipped bit is."""
+        try:
+            yield
+        except FileNotFoundError:                                   # dropped by the writer since this follower looked
+            raise KeyError(f"sample {seq} is gone from {self.folder}") from None
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise CorruptError(f"the disk cannot read it: {error.strerror}") from None
 
     def _belongs(self, seq: int, says: codec.Header | codec.Sample) -> None:
         for name, ours, theirs in (("stream", self.stream, says.stream), ("sample", seq, says.seq),

@@ -242,6 +242,27 @@ def test_another_fault_of_the_disk_is_not_taken_for_a_full_one(store, monkeypatc
         store.append(0, SAMPLES[0])
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.EACCES])
+def test_a_sector_that_the_disk_cannot_read_is_a_damaged_sample_and_nothing_else_is(store, monkeypatch, number):
+    filled(store, 3)
+    real = Path.open
+    def sick(self, *words, **named):
+        if self == store.path(1) and "r" in (*words, "r")[0]:
+            raise OSError(number, os.strerror(number))
+        return real(self, *words, **named)
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "open", sick)
+        for ask in (store.text, store.sample):
+            with pytest.raises(CorruptError if number == errno.EIO else OSError, match=os.strerror(number)) as found:
+                ask(1)
+            assert isinstance(found.value, CorruptError) is (number == errno.EIO)
+    assert store.corrupt == (number == errno.EIO)
+    if store.corrupt:
+        assert names(store) == ["000000000000.hs", "000000000001.hs.corrupt", "000000000002.hs"]
+        store.restore(1, SAMPLES[1])
+    assert store.read(1) == SAMPLES[1]
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("moment, left", [("fsync", 2), ("replace", 2), ("fsync_dir", 3)])
 def test_a_kill_leaves_a_whole_sample_or_none(store, moment, left):
