@@ -28,7 +28,7 @@ fuzz: $(READY)
 	test -d $(VENV)/fuzz/atheris || $(BIN)/python -m pip install --quiet --no-deps --target $(VENV)/fuzz atheris==3.0.0
 	OMP_NUM_THREADS=1 PYTHONPATH=$(VENV)/fuzz $(BIN)/python -m tests.fuzz.run --runs $(RUNS)
 
-# FAULTS by SEED over both daemons, each in a network of its own: kills, standstills, cuts, loss, full disks (tests/chaos).
+# FAULTS by SEED over both daemons, each in a network of its own: kills, standstills, cuts, loss, full disks, spoiled files (tests/chaos).
 chaos: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos.run --faults $(FAULTS) --seed $(SEED) --passes 2
 
