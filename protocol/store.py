@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import re
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -61,6 +62,7 @@ class SampleStore:
         self.stream, self.contract, self.contract_hash = "", None, ""
         self.first = self.next = 0
         self._sizes: dict[int, int] = {}                            # seq -> bytes
+        self._used, self._counting = 0, threading.Lock()            # their sum, kept, as it is asked for at every sample of a long stream
         self._lock = -1
         if not readonly:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -92,11 +94,11 @@ class SampleStore:
 
     @property
     def bytes_used(self) -> int:
-        return sum(list(self._sizes.values()))                     # list() in one step: another thread may be reading
+        return self._used
 
     def bytes_between(self, first: int, end: int) -> int:
         """Of the samples first..end-1 that are here."""
-        return sum(size for seq, size in list(self._sizes.items()) if first <= seq < end)
+        return sum(size for seq, size in list(self._sizes.items()) if first <= seq < end)     # list(): the other thread may write
 
     def path(self, seq: int) -> Path:
         return self.folder / f"{seq:012d}.hs"
@@ -115,7 +117,7 @@ class SampleStore:
             raise PeerError(f"samples {self.next} to {seq - 1} are missing: {seq} came after {self.next - 1}")
         self._belongs(seq, codec.read_header(data))
         self._write(self.path(seq).name, data)
-        self._sizes[seq] = len(data)
+        self._count(seq, len(data))
         self.next = seq + 1
         return True
 
@@ -144,7 +146,7 @@ class SampleStore:
             raise KeyError(f"sample {seq} is not among {self.first} to {self.next - 1} of {self.folder}")
         self._belongs(seq, codec.verify(data))
         self._write(self.path(seq).name, data)
-        self._sizes[seq] = len(data)
+        self._count(seq, len(data))
         self.path(seq).with_suffix(".hs.corrupt").unlink(missing_ok=True)
 
     def sample(self, seq: int) -> codec.Sample:
@@ -201,7 +203,7 @@ class SampleStore:
     def _put_aside(self, seq: int) -> None:
         """Under a name that no one takes for a sample's.  A follower may not rename: it only stops reading it."""
         self.corrupt += 1
-        self._sizes.pop(seq, None)
+        self._forget(seq)
         if not self.readonly:
             self.path(seq).rename(self.path(seq).with_suffix(".hs.corrupt"))
             fsync_dir(self.folder)
@@ -218,7 +220,18 @@ class SampleStore:
 
     def _remove(self, seq: int) -> int:
         self.path(seq).unlink()
-        return self._sizes.pop(seq)
+        return self._forget(seq)
+
+    def _count(self, seq: int, size: int) -> None:
+        with self._counting:
+            self._used += size - self._sizes.get(seq, 0)
+            self._sizes[seq] = size
+
+    def _forget(self, seq: int) -> int:
+        with self._counting:
+            size = self._sizes.pop(seq, 0)
+            self._used -= size
+            return size
 
     def refresh(self) -> list[int]:
         """Look into the folder again; returns the new sequence numbers, ascending.
@@ -232,12 +245,12 @@ class SampleStore:
         self.contract_hash = ExtractionContract.from_dict(self.contract).hash
         self.next = max(self.next, self.first)
         for seq in [s for s in self._sizes if s < self.first]:
-            del self._sizes[seq]
+            self._forget(seq)
         found = _listing(self.folder)
         new, seq = [], self.next
         while seq in found:
             if found[seq] is not None:
-                self._sizes[seq] = found[seq]
+                self._count(seq, found[seq])
                 new.append(seq)
             seq += 1
         self.next = max([self.next, *(s + 1 for s in new)])         # one put aside at the very end may come again

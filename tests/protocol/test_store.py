@@ -3,13 +3,17 @@ import dataclasses
 import errno
 import hashlib
 import os
+import random
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from common.errors import CorruptError, PeerError, UserError
 from protocol import codec
@@ -33,6 +37,10 @@ def filled(store: SampleStore, count: int) -> SampleStore:
 
 def names(store: SampleStore) -> list[str]:
     return sorted(path.name for path in store.folder.iterdir() if path.name not in ("lock", "meta.json"))
+
+
+def sample_of(store: SampleStore, seq: int) -> bytes:
+    return codec.encode(capture(tokens=1 + seq % 5, seed=seq), stream=store.stream, seq=seq, contract=CONTRACT.hash)
 
 
 def flip(path) -> None:
@@ -340,6 +348,35 @@ def test_dropping_frees_bytes_once_and_is_durable(store):
     store.close()
     with SampleStore(store.folder) as again:
         assert (again.first, again.next) == (4, 4) and again.append(4, SAMPLES[4])
+
+
+@given(seed=st.integers(0, 2 ** 32))
+@settings(max_examples=25, deadline=None)
+def test_bytes_used_are_those_of_the_files_whatever_happened(seed):
+    """By the writer's count and by a follower's, which finds out later what it cannot read."""
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder, SampleStore(folder, contract=CONTRACT.to_dict()) as store:
+        follower = SampleStore(folder, readonly=True)
+        for _ in range(20):
+            here = [seq for seq in range(store.first, store.next) if store.path(seq).exists()]
+            match draw.choice(["append", "append", "append", "spoil", "come again", "drop", "follow"]):
+                case "append":
+                    store.append(store.next, sample_of(store, store.next))
+                case "spoil" if here:
+                    flip(store.path(spoilt := draw.choice(here)))
+                    with pytest.raises(CorruptError):
+                        store.read(spoilt)
+                case "come again" if store.first < store.next:
+                    store.restore(again := draw.randrange(store.first, store.next), sample_of(store, again))
+                case "drop":
+                    store.drop_below(draw.randint(store.first, store.next))
+                case "follow":
+                    follower.refresh()
+            assert store.bytes_used == sum(path.stat().st_size for path in store.folder.glob("*.hs"))
+        followed = SampleStore(folder, readonly=True)
+        assert followed.bytes_used == store.bytes_used
+        follower.refresh()
+        assert follower.bytes_used == sum(size for seq in range(follower.first, follower.next) if (size := follower.bytes_between(seq, seq + 1)))
 
 
 def test_a_kill_inside_drop_below_leaves_only_files_to_clear(store, monkeypatch):
