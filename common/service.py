@@ -19,6 +19,7 @@ from common.errors import EXIT_USER, UserError
 
 log = logging.getLogger("service")
 BEAT_EVERY = 1.0             # seconds; decoding loops ask for a beat at every token
+COMES_AGAIN = {"STATUS", "WATCHDOG"}
 STILL = 120.0                # seconds without a turn, and a thread is taken to hang: a sample's fsync on a busy disk takes a few
 
 
@@ -121,7 +122,8 @@ def starting(doing: str, seconds: float) -> None:
 def notify(**fields: str) -> None:
     """sd_notify(3): READY=1, STATUS=..., WATCHDOG=1, STOPPING=1; nothing happens outside systemd.
 
-    WATCHDOG is left out while a thread of `threads` stands still.  A failure is logged: it does not end a daemon."""
+    WATCHDOG is left out while a thread of `threads` stands still.  A failure is logged: it does not end a daemon.  A line that comes again
+    in a second is not waited for where systemd does not read: its queue holds ten, and a full one would stop the loop that speaks."""
     address = os.environ.get("NOTIFY_SOCKET")
     if not address:
         return
@@ -132,7 +134,8 @@ def notify(**fields: str) -> None:
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sock:
             sock.connect("\0" + address[1:] if address.startswith("@") else address)
-            sock.sendall("\n".join(f"{k}={' '.join(v.splitlines())}" for k, v in fields.items()).encode())
+            sock.send("\n".join(f"{k}={' '.join(v.splitlines())}" for k, v in fields.items()).encode(),
+                      socket.MSG_DONTWAIT if fields.keys() <= COMES_AGAIN else 0)
     except OSError as error:
         log.warning("systemd's socket %s: %s", address, error)
 

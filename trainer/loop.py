@@ -177,10 +177,11 @@ class Loop:
             self.board.show({"doing": doing, "line": line, "stream": stream, "acceptance": self.evals.line(), "offline": self.offline.line(),
                              "run": str(self.run.folder), "run_name": self.run.folder.name, "arm": self.arm.name,
                              "numbers": self._measured(now), "counters": self.counters() | self._counted(), "ended": ended}, time.time(), force=ended)
+            service.notify(STATUS=line)
+        service.beat()
         if ended or now - self._said > SAY_EVERY_S:
             self._said = now
             log.info("%s", line)
-        service.notify(STATUS=line, WATCHDOG="1")
 
     def _counted(self) -> dict:
         """As seen.COUNTED names them."""

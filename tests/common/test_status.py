@@ -140,6 +140,15 @@ def test_a_socket_that_is_gone_ends_no_daemon(tmp_path, monkeypatch, caplog):
     assert "No such file" in caplog.text
 
 
+def test_a_systemd_that_does_not_read_stops_no_loop(systemd, caplog):
+    """A queue on its socket holds ten lines (net.unix.max_dgram_qlen); the trainer stood there for good, its loop in the middle of a word."""
+    for _ in range(600):
+        service.notify(STATUS="training", WATCHDOG="1")
+    assert len(systemd()) < 600 and "temporarily unavailable" in caplog.text
+    service.notify(STATUS="goes on")
+    assert systemd() == ["STATUS=goes on"]
+
+
 def test_a_thread_that_stands_still_is_said_once(systemd, caplog):
     service.threads.turned("link", time.monotonic() - service.STILL - 1)
     for _ in range(3):
