@@ -113,14 +113,14 @@ def test_a_damaged_sample_is_made_again_from_its_own_prompt(tmp_path, target, mo
     assert box.store.read(3) == before and box.prompts() == prompts and not list(box.store.folder.glob("*.corrupt"))
 
 
-def test_one_whose_prompt_is_not_known_any_more_is_lost_and_said(tmp_path, target, monkeypatch, caplog):
-    monkeypatch.setattr(schedule, "KEPT", 4)
+def test_one_whose_prompt_is_not_known_any_more_is_lost_and_said(tmp_path, target, caplog):
     box = Box(tmp_path, target)
     production = box.open()
     while not production.ended:
         production.step()
     spoil(box.store, 1)
     box.store.close()
+    (tmp_path / "progress.json").unlink()                            # as with another list of prompts
     production = box.open()
     assert not production.mend(1) and "sample 1 cannot be made again: which prompt it was made of is not known any more" in caplog.text
     assert production.counters["made_again"] == 0

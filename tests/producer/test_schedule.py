@@ -2,6 +2,8 @@
 from dataclasses import dataclass
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from producer import schedule
 from producer.prompts import Prompt
@@ -62,6 +64,33 @@ def test_what_is_remembered_has_an_end_and_no_hole(tmp_path, monkeypatch):
     progress = Progress(path, "hash", 20)                            # the store has more than this file knows
     progress.begin(20, [200], 210)
     assert [Progress(path, "hash", seq).item for seq in (7, 19, 20, 21)] == [210, 210, 200, 210]
+
+
+@given(st.lists(st.tuples(st.lists(st.booleans(), min_size=1, max_size=6), st.integers(0, 6)), max_size=12))
+def test_runs_say_of_each_sample_what_a_list_of_all_would(batches):
+    """Each batch: which of its prompts gave a sample, and how many of those were lost again before the next one (a damaged end)."""
+    runs, plain, item = [], {}, 0
+    for gave, lost in batches:
+        items = [item + k for k, given_one in enumerate(gave) if given_one]
+        item += len(gave)
+        first = max(0, len(plain) - lost)
+        plain = {seq: plain[seq] for seq in range(first)} | dict(enumerate(items, first))
+        runs = schedule.extended(runs, first, items)
+    assert [i + k for _, i, count in runs for k in range(count)] == [plain[seq] for seq in range(len(plain))]
+    assert [first for first, _, _ in runs] == [sum(count for _, _, count in runs[:k]) for k in range(len(runs))]
+
+
+def test_a_month_without_a_refusal_is_one_run(tmp_path):
+    progress = Progress(tmp_path / "progress.json", "hash", 0)
+    for first in range(0, 4000, 8):
+        progress.begin(first, list(range(first, first + 8)), first + 8)
+    assert (tmp_path / "progress.json").stat().st_size < 100
+    assert [Progress(tmp_path / "progress.json", "hash", seq).item for seq in (0, 1234, 3999, 4000)] == [0, 1234, 3999, 4000]
+
+
+def test_what_was_written_before_there_were_runs_is_read(tmp_path):
+    (tmp_path / "progress.json").write_text('{"prompts": "hash", "first_seq": 3, "items": [5, 6, 9], "after": 12}')
+    assert [Progress(tmp_path / "progress.json", "hash", seq).item for seq in range(2, 7)] == [12, 5, 6, 9, 12]
 
 
 def test_another_list_of_prompts_begins_at_its_first(tmp_path):
