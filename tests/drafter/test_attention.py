@@ -81,7 +81,7 @@ def test_tiles_are_those_of_torchs_own_mask(monkeypatch, context, count, rule):
         assert not some.all() and whole.any() == (rule[1] not in (1, 100)), "tiles are left out, and seen whole where the window reaches over one"
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(-1, 60), min_size=1, max_size=6), st.one_of(st.none(), st.integers(1, 30)), st.booleans())
 def test_seen_rows_hold_all_that_can_be_seen(anchors, window, causal):
     where = torch.tensor([sorted(anchors)])

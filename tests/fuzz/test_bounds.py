@@ -189,7 +189,7 @@ def test_a_token_that_the_target_does_not_have_is_named(field, value):
     check_probes(given_, torch.zeros(64, 24))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.binary(max_size=60), st.binary(max_size=40), st.integers(0, 40))
 def test_whatever_stands_in_a_part_of_a_file_it_ends_as_what_was_announced_or_not_at_all(left, content, damaged):
     """The part may be of an older file, of nobody's, or longer than the file is."""
@@ -213,7 +213,7 @@ def test_whatever_stands_in_a_part_of_a_file_it_ends_as_what_was_announced_or_no
             assert [p.name for p in path.iterdir()] == ["a"] and (path / "a").read_bytes() == content
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.text(max_size=12) | st.text("0123456789,-+_ auto:", max_size=12) | st.integers(-3, 99).map("auto:{}".format), st.integers(3, 64))
 def test_any_words_for_layers_are_legal_taps_or_the_persons_mistake(text, n_layers):
     try:

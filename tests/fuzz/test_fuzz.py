@@ -37,7 +37,7 @@ def test_every_case_is_of_a_target():
 
 @every
 def test_any_bytes_are_a_value_or_the_readers_own_error(target):
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.binary(max_size=300))
     def holds(data):
         target.read(data)
@@ -46,7 +46,7 @@ def test_any_bytes_are_a_value_or_the_readers_own_error(target):
 
 @every
 def test_a_changed_valid_input_is_a_value_or_the_readers_own_error(target):
-    @settings(max_examples=40 if target.name in SLOW else 120, deadline=None)
+    @settings(max_examples=40 if target.name in SLOW else 120)
     @given(st.integers(0, 2**63), st.integers(1, 4))
     def holds(number, times):
         rng = random.Random(number)

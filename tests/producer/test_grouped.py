@@ -69,7 +69,7 @@ def routings(draw):
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @given(routings(), st.integers(1, 40), st.integers(1, 40))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=8)
 def test_any_routing_and_any_size(dtype, routing, size, width):
     count, index = routing
     hidden, share = inputs(len(index), size, dtype, index.shape[1])
@@ -97,7 +97,7 @@ def test_all_tokens_to_one_expert(tokens, to):
 
 @needs_triton
 @given(st.integers(2, 60), st.integers(1, 9), st.sampled_from([16, 64]), st.randoms(use_true_random=False))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_the_sort_and_the_table_of_tiles(tokens, count, rows, random):
     """Every row stands once in the order, and in just one tile, of its own expert; no slot of the table is left as it was."""
     from producer import grouped_kernels

@@ -78,7 +78,7 @@ seconds = st.floats(1e-4, 1.0)
 
 
 @given(st.lists(seconds, min_size=6, max_size=6), seconds, seconds, st.lists(seconds, min_size=4, max_size=4), seconds, seconds)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_the_gap_is_explained_exactly(parts, rest, step, verify, draft, context):
     """1/eta = (all items) / (tau L): eta over eta_theory and what each item costs add up to one, whatever the numbers."""
     run = Pair("a", [1], plain_run(9, 8 * step, 0.25 + 8 * step), spec_run([3, 2, 0], [3, 3, 1], parts, 0.5 + sum(parts) + rest))

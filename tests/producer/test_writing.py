@@ -31,7 +31,7 @@ def decode(ids: list[int]) -> str:
 
 
 @given(st.text(max_size=12), st.lists(st.integers(1, 5), min_size=1, max_size=4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_pieces_join_to_the_text_and_hold_no_half_characters(text, sizes):
     text = text.replace(UNFINISHED, "")
     ids, stream, pieces, at = TOK(text, add_special_tokens=False).input_ids, TextStream(decode), [], 0
@@ -46,7 +46,7 @@ def test_pieces_join_to_the_text_and_hold_no_half_characters(text, sizes):
 
 
 @given(st.lists(st.integers(0, len(TOK) - 1), max_size=30), st.integers(1, 4))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 def test_any_tokens_at_all(ids, size):
     """Bytes that are no text, special tokens: what was given out stays true, and in the end all of it is."""
     stream, given_out = TextStream(decode), ""

@@ -116,13 +116,13 @@ def refused_or_whole(parts):
 
 
 @given(st.lists(st.binary(max_size=64), max_size=4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_random_bytes_raise_nothing_but_peer_error(parts):
     refused_or_whole(parts)
 
 
 @given(st.sampled_from(EXAMPLES), st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=250)
 def test_mutated_messages_raise_nothing_but_peer_error(message, data):
     first, *rest = encode(message)
     version, kind, fields = msgpack.unpackb(first)

@@ -28,7 +28,7 @@ ACTIONS = st.lists(st.sampled_from(["say", "up", "down", "down", "make", "cut", 
 
 
 @given(ACTIONS, st.lists(st.integers(3, 400), min_size=30, max_size=30), st.sampled_from([50, 300, 5000]), st.integers(0, 3))
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_every_sample_arrives_once_and_in_order_whatever_is_cut(actions, sizes, window, first):
     made = iter([sample(n, size) for n, size in enumerate(sizes)])
     ends = Ends([next(made) for _ in range(first + 2)], window=window, first=first)
@@ -238,7 +238,7 @@ def test_backoff_doubles_to_a_cap_with_bounded_jitter():
 # ---- files
 
 @given(st.integers(0, 5 * CHUNK), st.integers(0, 5 * CHUNK))
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_a_pull_asks_for_each_missing_byte_once_and_is_done_with_the_last(size, have):
     have = min(size, have)
     pull, at, waiting = Pull(size, have), have, []

@@ -351,7 +351,7 @@ def test_dropping_frees_bytes_once_and_is_durable(store):
 
 
 @given(seed=st.integers(0, 2 ** 32))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_bytes_used_are_those_of_the_files_whatever_happened(seed):
     """By the writer's count and by a follower's, which finds out later what it cannot read."""
     draw = random.Random(seed)

@@ -57,7 +57,7 @@ def test_full_masks_all_but_slot_0_and_draws_nothing():
         corruption.draw("half", 1, 8, generator)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.sampled_from(["uniform", "prefix"]), st.integers(2, 17), st.integers(0, 99))
 def test_every_block_has_a_masked_slot_and_slot_0_never_is(kind, block_size, seed):
     masked, origin = corruption.draw(kind, 200, block_size, torch.Generator().manual_seed(seed))

@@ -139,7 +139,7 @@ def test_correction_can_take_a_verdict_away():
     pytest.fail("no pair lost its verdict in 60 experiments")
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 9), st.integers(0, 10 ** 6), st.booleans())
 def test_any_shape_gives_figures_in_order(arms, seeds, prompts, seed, reverse):
     rng = np.random.default_rng(seed)

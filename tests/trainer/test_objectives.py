@@ -75,7 +75,7 @@ def slow_dpace(ce: list[float], supervised: list[bool], alpha: float) -> list[fl
     return [sum(reached[i] for i in range(j, len(ce)) if supervised[i]) if supervised[j] else 0.0 for j in range(len(ce))]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.floats(0, 30) | st.just(math.inf), st.booleans()), min_size=1, max_size=16), st.floats(0, 1))
 def test_dpace_is_its_formula(block, alpha):
     ce, supervised = ([b[i] for b in block] for i in (0, 1))
