@@ -19,7 +19,7 @@ from common.errors import EXIT_USER, UserError
 
 log = logging.getLogger("service")
 BEAT_EVERY = 1.0             # seconds; decoding loops ask for a beat at every token
-COMES_AGAIN = {"STATUS", "WATCHDOG"}
+COMES_AGAIN = {"STATUS", "WATCHDOG"}       # said anew within a second or so, so that one may be lost
 STILL = 120.0                # seconds without a turn, and a thread is taken to hang: a sample's fsync on a busy disk takes a few
 
 

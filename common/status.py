@@ -52,9 +52,10 @@ class Board:
     def due(self, now: float) -> bool:
         return not 0 <= now - self._last < 1.0               # a clock that was set back is no reason for silence
 
-    def show(self, values: dict, now: float, *, force: bool = False) -> None:
+    def show(self, values: dict, now: float, *, force: bool = False) -> bool:
+        """False where it was too early, and nothing was done."""
         if not force and not self.due(now):
-            return
+            return False
         self._last = now
         self.values = values | {"numbers": self.numbers() | values.get("numbers", {}), "last": dict(logs.trouble.last),
                                 "troubles": dict(logs.trouble.counts), "unwritten_status": self.failures, "written_at": now,
@@ -65,6 +66,7 @@ class Board:
             temporary.replace(self._path)
         except OSError as error:
             self._failed(temporary, error, now)
+        return True
 
     def _failed(self, temporary: Path, error: OSError, now: float) -> None:
         self.failures += 1

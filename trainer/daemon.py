@@ -78,11 +78,9 @@ def lead(settings: config.Run, arm: Arm, folder: Path, ranks: ranks_of.Ranks, de
         board.numbers = inbox.numbers
         def say(doing: str, ended: bool = False) -> None:
             service.beat()
-            if not (news := board.values.get("doing") != doing) and not board.due(time.time()):
-                return
-            board.show({"doing": doing, "stream": inbox.line(), "run": str(folder), "run_name": folder.name, "arm": arm.name,
-                        "counters": inbox.counters(), "ended": ended}, time.time(), force=news)
-            service.notify(STATUS=f"{doing}; {inbox.line()}")
+            if board.show({"doing": doing, "stream": inbox.line(), "run": str(folder), "run_name": folder.name, "arm": arm.name,
+                           "counters": inbox.counters(), "ended": ended}, time.time(), force=board.values.get("doing") != doing):
+                service.notify(STATUS=f"{doing}; {inbox.line()}")
         stop.turn = lambda: say("waiting for a damaged sample to come again")         # the one wait below all that follows (Inbox.mend)
         try:
             ready = prepare(settings, arm, folder, device, inbox, ranks.world, stop, say)

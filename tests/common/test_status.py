@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 
 import pytest
@@ -142,9 +143,10 @@ def test_a_socket_that_is_gone_ends_no_daemon(tmp_path, monkeypatch, caplog):
 
 def test_a_systemd_that_does_not_read_stops_no_loop(systemd, caplog):
     """A queue on its socket holds ten lines (net.unix.max_dgram_qlen); the trainer stood there for good, its loop in the middle of a word."""
-    for _ in range(600):
-        service.notify(STATUS="training", WATCHDOG="1")
-    assert len(systemd()) < 600 and "temporarily unavailable" in caplog.text
+    loop = threading.Thread(target=lambda: [service.notify(STATUS="training", WATCHDOG="1") for _ in range(600)], daemon=True)
+    loop.start()
+    loop.join(60)
+    assert not loop.is_alive() and len(systemd()) < 600 and "temporarily unavailable" in caplog.text
     service.notify(STATUS="goes on")
     assert systemd() == ["STATUS=goes on"]
 

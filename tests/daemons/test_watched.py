@@ -11,6 +11,7 @@ from common import status
 from tests.daemons.processes import RUN, SERVE, free_port, some_prompts
 
 pytestmark = pytest.mark.processes
+LATE = 5.0                   # seconds for this process to read what a daemon has said
 
 
 class Systemd:
@@ -27,7 +28,13 @@ class Systemd:
             self.said += self._sock.recv(65536).decode().splitlines()
 
     def heard(self, words: str) -> bool:
-        return any(words in line for line in list(self.said))
+        """Whether it was said; what was said a moment ago may not be read yet."""
+        end = time.monotonic() + LATE
+        while not any(words in line for line in list(self.said)):
+            if time.monotonic() > end:
+                return False
+            time.sleep(0.02)
+        return True
 
 
 def metrics(port: int) -> dict[str, float]:
